@@ -12,15 +12,14 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, RichProgressBar
-from lightning.pytorch.callbacks.progress.rich_progress import CustomBarColumn
 from lightning.pytorch.loggers import CSVLogger
 from rich import get_console
-from rich.progress import TextColumn
+from rich.progress import BarColumn, TextColumn
 from rich.text import Text
 from torch import Tensor
 
 from lit_dlm.predict.decode import DecodedBatch, PromptStream, StreamCalls
-from lit_dlm.reports.plots import curves_figure, read_curves, save_figure
+from lit_dlm.reports.plots import THEMES, curve_figure, read_curves, save_figure
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +27,7 @@ _SECONDS_BETWEEN_LINES = 30.0
 _SECONDS_BETWEEN_VALUES = 0.5  # reading values waits for the device
 _SHOWN = re.compile(r"(train|rollout|val)/(loss|nelbo|reward|correct|accuracy)")
 """Names of logged values that show how training goes; ``time/reward``, in seconds, does not."""
-_SMOOTHED = {"train/loss", "train/nelbo"}
-_NEW_SHARE = 0.1  # weight of a step's loss in the smoothed one, which is over about ten steps
+_NEW_SHARE = 0.1  # weight of a batch's loss in the smoothed one, which is over about ten
 _BAR_WIDTH = 8
 
 
@@ -42,13 +40,12 @@ class TrainingLog(Callback):
     """
 
     def __init__(self) -> None:
-        self._batch_at = self._logged_at = 0.0
+        self._batch_at = self._told_at = 0.0
         self._began: tuple[float, float] = (0.0, 0.0)  # when, and the share done then
         self._seconds = 0.0
-        self._tokens = self._first = 0
-        self._losses: dict[str, Tensor] = {}  # smoothed, on the device, by name
+        self._tokens = self._first = self._num_batches = self._num_ended = 0
+        self._loss: Tensor | None = None  # smoothed, on the device
         self._rate: float | None = None  # of the last step
-        self._decoded: DecodeCount
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         count = trainer.estimated_stepping_batches
@@ -60,10 +57,10 @@ class TrainingLog(Callback):
         if trainer.is_global_zero:
             whole = sum(size for size, _ in sizes)
             logger.info("training %s of %s parameters", f"{trained:,}", f"{whole:,}")
-        self._logged_at = time.monotonic()
+        self._told_at = time.monotonic()
         self._began, self._first = _beginning(trainer), trainer.global_step
         self._seconds, self._tokens = 0.0, 0
-        self._losses, self._rate = {}, None
+        self._loss = self._rate = None
 
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
         # Later, the schedule has set the rate of the next step: at the end, often 0.
@@ -80,47 +77,70 @@ class TrainingLog(Callback):
         # Batches of RL have their tokens one level below those of fine-tuning.
         ids = getattr(getattr(batch, "responses", batch), "ids", None)
         self._tokens += 0 if ids is None else ids.numel() * trainer.world_size
-        for name in _SMOOTHED & trainer.callback_metrics.keys():
-            loss = trainer.callback_metrics[name]
-            self._losses[name] = self._losses.get(name, loss).lerp(loss, _NEW_SHARE)
-        if self._is_due(trainer):
-            text = describe_fit(trainer, batch_idx + 1, self._began)
-            logger.info("%s: %s", text, self.line(trainer))
+        if outputs:  # not the logged values, since reading these waits for the device
+            loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
+            self._loss = loss if self._loss is None else self._loss.lerp(loss, _NEW_SHARE)
+        share = _share_done(trainer, batch_idx + 1)
+        self._tell(trainer, lambda: (share, self._fit_line(trainer, batch_idx + 1)))
+
+    def _fit_line(self, trainer: Trainer, num_batches: int) -> str:
+        return f"{describe_fit(trainer, num_batches, self._began)}: {self._line(trainer)}"
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
+            for bar in _bars(trainer):
+                bar.show(1.0, self._fit_line(trainer, 0))
             spent = timedelta(seconds=round(time.monotonic() - self._began[0]))
             steps = trainer.global_step - self._first
-            logger.info("%d steps in %s: %s", steps, spent, self.line(trainer))
+            logger.info("%d steps in %s: %s", steps, spent, self._line(trainer))
             if not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 _show_logs(trainer)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._logged_at = time.monotonic()
-        self._decoded = DecodeCount(trainer)
+        self._told_at = time.monotonic()
+        self._began = (self._told_at, 0.0)
+        self._tokens = self._num_batches = self._num_ended = 0
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        self._decoded.add(trainer, outputs)
-        self.on_decode_step(trainer, batch, lambda: self._decoded.batches)
+        self._num_batches += 1
+        if isinstance(outputs, DecodedBatch):  # the other processes are about as far
+            self._num_ended += len(outputs.examples) * trainer.world_size
+            self._tokens += sum(outputs.num_tokens) * trainer.world_size
+        self._tell(trainer, lambda: self._decoded(trainer, batch, self._num_batches), at_once=True)
 
     def on_decode_step(self, trainer: Trainer, batch: Any, done: Callable[[], float]) -> None:
-        """Logs how far decoding is: ``done()`` returns how many of all batches are done."""
-        if self._is_due(trainer):
-            logger.info(self._decoded.line(trainer, batch, done()))
+        """Tells how far decoding is: ``done()`` returns how many of all batches are done."""
+        self._tell(trainer, lambda: self._decoded(trainer, batch, done()))
 
-    def _is_due(self, trainer: Trainer) -> bool:
-        now = time.monotonic()
-        if not trainer.is_global_zero or now - self._logged_at < _SECONDS_BETWEEN_LINES:
-            return False
-        self._logged_at = now
-        # A line beside a bar would tear it.
-        bars = [one for one in trainer.callbacks if isinstance(one, ProgressBar)]  # type: ignore[attr-defined]
-        return all(bar.is_disabled for bar in bars)
+    def _decoded(self, trainer: Trainer, batch: Any, done: float) -> tuple[float, str]:
+        """Returns the share done, and a line; its tokens are those of responses that have ended."""
+        share = done / max(sum(trainer.num_predict_batches), 1)
+        loaders: Any = trainer.predict_dataloaders
+        streams = (one.dataset.stream for one in loaders if isinstance(one.dataset, StreamCalls))
+        total = sum(len(stream.examples) for stream in streams)
+        line = f"{min(self._num_ended, total):,} of {total:,} prompts ({100 * share:.0f} %)"
+        if self._tokens:
+            speed = self._tokens / max(time.monotonic() - self._began[0], 1e-9)
+            line += f", {speed:,.{1 if speed < 10 else 0}f} tokens/s"
+        return share, f"{line}{_time_left(self._began, share)}: {describe_stream(batch)}"
 
-    def line(self, trainer: Trainer) -> str:
-        """Returns :meth:`values` as one text."""
+    def _tell(
+        self, trainer: Trainer, told: Callable[[], tuple[float, str]], *, at_once: bool = False
+    ) -> None:
+        """Draws a share and a line, or logs the line, from time to time; ``at_once`` draws now."""
+        now, bars = time.monotonic(), _bars(trainer)
+        pause = _SECONDS_BETWEEN_VALUES if bars else _SECONDS_BETWEEN_LINES
+        if trainer.is_global_zero and (now - self._told_at >= pause or (bars and at_once)):
+            self._told_at = now
+            share, line = told()
+            for bar in bars:
+                bar.show(share, line)
+            if not bars:  # it would tear them
+                logger.info(line)
+
+    def _line(self, trainer: Trainer) -> str:
         values = self.values(trainer)
         return ", ".join(f"{name} {value}" for name, value in values.items()) or "nothing logged"
 
@@ -131,136 +151,66 @@ class TrainingLog(Callback):
         divided by the time that their steps took. The learning rate is that of the last step.
         """
         values = {}
-        for name, value in (trainer.callback_metrics | self._losses).items():
+        if self._tokens and self._seconds:
+            values["tokens/s"] = f"{self._tokens / self._seconds:,.0f}"
+        for name, value in trainer.callback_metrics.items():
             if shown := _SHOWN.fullmatch(name):
                 stage, last = shown.groups()
                 # One name for each kind of value, whichever method logged it.
                 last = {"correct": "accuracy", "nelbo": "loss"}.get(last, last)
                 values[f"val {last}" if stage == "val" else last] = f"{float(value):.4g}"
-        if self._tokens and self._seconds:
-            values["tokens/s"] = f"{self._tokens / self._seconds:,.0f}"
+        if self._loss is not None:
+            values["loss"] = f"{float(self._loss):.4g}"
         if self._rate is not None:
             values["lr"] = f"{self._rate:.3g}"
         return values
 
 
 class ProgressBar(RichProgressBar):
-    """One line for the whole run, with a bar; nothing is drawn where there is no terminal.
+    """Draws what :class:`TrainingLog` tells as one line for the whole run, where it has a terminal.
 
-    Lightning starts a new bar for each epoch of ``fit`` and each loader of ``predict``, whose
-    remaining time is that of this part only.
+    Lightning draws a bar for each epoch of ``fit`` and each loader of ``predict``, whose remaining
+    time is that of this part only.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._values = ""
-        self._values_at = 0.0
-        self._began = (0.0, 0.0)  # when training began, and the share done then
-        self._decoded: DecodeCount
-        self._shown = 0.0
         console = get_console()
         if not (console.is_terminal or console.is_jupyter):
             self.disable()
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
         text = TextColumn("{task.description}", markup=False)
-        return [CustomBarColumn(bar_width=_BAR_WIDTH), text]
+        return [BarColumn(bar_width=_BAR_WIDTH), text]
 
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        return {}  # they are in the line
+    def show(self, share: float, text: str) -> None:
+        """Draws a share in [0, 1], and as much of a text as there is room for."""
+        if self.progress is None:
+            return
+        if self.predict_progress_bar_id is None:  # of ``fit``, too: those of training have values
+            self.predict_progress_bar_id = self._add_task(1.0, "")
+        line = Text(text)
+        # A line that is wrapped could not be drawn over; the columns have gaps between them.
+        line.truncate(self.progress.console.width - _BAR_WIDTH - 3, overflow="ellipsis")
+        # Parts of later batches may have been done before.
+        share = max(share, self.progress.tasks[self.predict_progress_bar_id].completed)
+        self.progress.update(self.predict_progress_bar_id, completed=share, description=line.plain)
+        self.refresh()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._began, self._values = _beginning(trainer), ""
-        if self.progress is not None:
-            self.train_progress_bar_id = self._add_task(1, "")
-            self._show_fit(trainer, 0)
+    def _draw_nothing(self, *_: Any, **__: Any) -> None:
+        """Takes the place of Lightning's own bars."""
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves the bar as it is: the base class would begin another one."""
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._show_fit(trainer, batch_idx + 1)
-
-    def _show_fit(self, trainer: Trainer, num_batches: int) -> None:
-        now = time.monotonic()
-        logs = [one for one in trainer.callbacks if isinstance(one, TrainingLog)]  # type: ignore[attr-defined]
-        if logs and (not self._values or now - self._values_at > _SECONDS_BETWEEN_VALUES):
-            self._values, self._values_at = logs[0].line(trainer), now
-        text = describe_fit(trainer, num_batches, self._began)
-        text = f"{text}: {self._values}" if self._values else text
-        self._show(self.train_progress_bar_id, _share_done(trainer, num_batches), text)
-
-    def _show(self, bar: Any, done: float, text: str) -> None:
-        if self.progress is not None and bar is not None:
-            line = Text(text)
-            # A line that is wrapped could not be drawn over; the last column is empty.
-            line.truncate(self.progress.console.width - _BAR_WIDTH - 2, overflow="ellipsis")
-            self.progress.update(bar, completed=done, description=line.plain)
-            self.refresh()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_predict_start(trainer, pl_module)
-        self._decoded, self._shown = DecodeCount(trainer), 0.0
-
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any, **__: Any
-    ) -> None:
-        # One bar for all streams: the base class would begin another with each.
-        if self.progress is not None and self.predict_progress_bar_id is None:
-            self.predict_progress_bar_id = self._add_task(sum(trainer.num_predict_batches), "")
-        self._advance_to(trainer, batch, self._shown)
-
-    def on_decode_step(self, trainer: Trainer, batch: Any, done: Callable[[], float]) -> None:
-        now = time.monotonic()
-        if not self.is_disabled and now - self._values_at > _SECONDS_BETWEEN_VALUES:
-            self._values_at = now
-            self._advance_to(trainer, batch, done())
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        self._decoded.add(trainer, outputs)
-        self._advance_to(trainer, batch, self._decoded.batches)
-
-    def _advance_to(self, trainer: Trainer, batch: Any, done: float) -> None:
-        """Moves the bar of ``predict`` forward; parts of later batches may be done already."""
-        self._shown = max(self._shown, done)
-        line = self._decoded.line(trainer, batch, self._shown)
-        self._show(self.predict_progress_bar_id, self._shown, line)
+    on_train_epoch_start = on_train_batch_end = _draw_nothing
+    on_predict_batch_start = on_predict_batch_end = _draw_nothing
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_predict_end(trainer, pl_module)
         self._stop_progress()  # so that tables come below it
 
 
-class DecodeCount:
-    """What ``predict`` has decoded so far; the other processes are taken to have done as much."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        loaders: Any = trainer.predict_dataloaders
-        sets = [loader.dataset for loader in loaders]
-        self.num_prompts = sum(len(x.stream.examples) for x in sets if isinstance(x, StreamCalls))
-        self.batches = self._ended = self._tokens = 0
-        self._began = (time.monotonic(), 0.0)
-
-    def add(self, trainer: Trainer, outputs: Any) -> None:
-        self.batches += 1
-        if isinstance(outputs, DecodedBatch):
-            self._ended += len(outputs.examples) * trainer.world_size
-            self._tokens += sum(outputs.num_tokens) * trainer.world_size
-
-    def line(self, trainer: Trainer, batch: Any, done: float) -> str:
-        """Describes the run when ``done`` of its batches are; tokens are those of ended texts."""
-        share = done / max(sum(trainer.num_predict_batches), 1)
-        ended = min(self._ended, self.num_prompts)
-        text = f"{ended:,} of {self.num_prompts:,} prompts ({100 * share:.0f} %)"
-        if self._tokens:
-            speed = self._tokens / max(time.monotonic() - self._began[0], 1e-9)
-            text += f", {speed:,.{1 if speed < 10 else 0}f} tokens/s"
-        return f"{text}{_time_left(self._began, share)}: {describe_stream(batch)}"
+def _bars(trainer: Trainer) -> list[ProgressBar]:
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+    return [one for one in callbacks if isinstance(one, ProgressBar) and one.is_enabled]
 
 
 def _show_logs(trainer: Trainer) -> None:
@@ -273,7 +223,7 @@ def _show_logs(trainer: Trainer) -> None:
             path = Path(trainer.default_root_dir) / "curves.png"
             # Of the runs that this one goes on from, too.
             if curves := read_curves(Path(one.root_dir)):
-                save_figure(curves_figure(curves), path)
+                save_figure(curve_figure(curves, THEMES["light"]), path)
                 logger.info("Curves: %s", path)
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from lit_dlm import __version__
 from lit_dlm.config.components import raised_in
 from lit_dlm.system.extras import install_hint
-from lit_dlm.system.terminal import PlainRecord, printable, show_traceback
+from lit_dlm.system.terminal import PlainRecord, StderrHandler, printable, show_traceback
 
 # Read by torch: no checkpoint is unpickled, not even parts of sharded ones.
 os.environ.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
@@ -104,7 +104,7 @@ def _run(name: str, rest: list[str]) -> int:
     # Before any library is imported: some have handlers of their own.
     logging.setLogRecordFactory(PlainRecord)
     sys.excepthook = show_traceback
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[StderrHandler()])
     # Configurations may name the user's own classes, from files in the working folder.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from rich import get_console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 
 from lit_dlm.backbones import Backbone, load_backbone, tokenizer_of
 from lit_dlm.backbones.chat_template import apply_chat_template
@@ -52,7 +51,6 @@ class Generations:
         """Returns the decodes step by step, for the output of a notebook."""
         if not self.trajectories:
             raise ValueError("show: expected decodes of generate(..., trajectories=True), got none")
-        # Imported here: most scripts show nothing.
         from lit_dlm.reports.notebook import show_records
 
         return show_records(self.trajectories, self.tokenizer, self.decoder)
@@ -87,8 +85,7 @@ def generate(
         uids: names of the prompts and of their records; by default their numbers.
         trajectories: whether to record every decode.
         observers: read-only callbacks, started anew for every batch.
-        progress: whether to show how far it is with more than ten prompts, on a terminal or in a
-            notebook.
+        progress: whether a terminal or a notebook shows how far it is, with more than ten prompts.
     """
     if isinstance(prompts, str) or not prompts or not all(prompts):
         raise ValueError("prompts: expected a list of prompts, none of them empty")
@@ -107,14 +104,14 @@ def generate(
         DecodePrompt(uid, _token_ids(number, prompt, tokenizer), sample_seed(seed, uid))
         for number, (uid, prompt) in enumerate(zip(names, prompts, strict=True))
     ]
-    done = Generations(
-        ids=[], num_steps=[], status=[], decoder=decoder.describe(), tokenizer=tokenizer
-    )
+    done = Generations([], [], [], decoder=decoder.describe(), tokenizer=tokenizer)
     captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
     order: list[int] = []
     # Prompts of similar lengths together: a batch is as wide as its longest one.
     buckets = length_buckets([len(prompt.ids) for prompt in encoded], batch_size=batch_size)
-    for rows in _shown(buckets, done) if progress else buckets:
+    console, title = get_console(), f"{len(encoded)} prompts"
+    is_seen = progress and len(encoded) > 10 and (console.is_terminal or console.is_jupyter)
+    for rows in track(buckets, title, console=console, transient=True, disable=not is_seen):
         with evaluating(backbone):
             (batch,) = decode_stream(
                 backbone,
@@ -134,22 +131,6 @@ def generate(
         for capture in captures:
             done.trajectories += capture.trajectories([names[row] for row in rows])
     return _in_order(done, order)
-
-
-def _shown(buckets: list[list[int]], done: Generations) -> Iterator[list[int]]:
-    """Yields the buckets, and shows how far the decode is if somebody waits for it."""
-    console, total, began = get_console(), sum(map(len, buckets)), time.monotonic()
-    is_seen = total > 10 and (console.is_terminal or console.is_jupyter)
-    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not is_seen) as bar:
-        task = bar.add_task("", total=total)
-        for rows in buckets:
-            text = f"{len(done.ids):,} of {total:,} prompts"
-            if done.ids:
-                speed = sum(map(len, done.ids)) / (time.monotonic() - began)
-                text += f", {speed:,.0f} tokens/s"
-            bar.update(task, completed=len(done.ids), description=text)
-            yield rows
 
 
 def _in_order(done: Generations, order: list[int]) -> Generations:

@@ -142,6 +142,6 @@ def test_many_prompts_are_counted_on_a_terminal(backbone, tokenizer, monkeypatch
         monkeypatch.setattr("lit_dlm.generation.get_console", lambda one=console: one)
         settings = {"decode": Decoder(**FAST), "tokenizer": tokenizer, "response_length": 16}
         lit_dlm.generate(backbone, ["Hi"] * count, batch_size=4, **settings)
-        assert ("8 of 11 prompts, " in screen.getvalue()) == (told and is_terminal)
+        assert ("11 prompts" in screen.getvalue()) == (told and is_terminal)
         screen.seek(0)
         screen.truncate()

@@ -53,7 +53,7 @@ from lit_dlm.vision.base import vision_of
 from lit_dlm.vision.pictures import Picture
 
 logger = logging.getLogger(__name__)
-# Lightning's advertisements for other services, in scripts too.
+# Lightning's advertisements for other services, in scripts, too.
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
     lambda record: "Tip:" not in record.getMessage()
 )
@@ -251,15 +251,14 @@ class CheckedModule(LightningModule):
     def load_from_checkpoint(cls, *args: Any, **options: Any) -> Any:
         """Builds a module from its own arguments, and loads the checkpoint's weights into it."""
         try:
-            with warnings.catch_warnings():
-                # The backbone's own weights, which a checkpoint is not to have.
+            with warnings.catch_warnings():  # a checkpoint has no place for what is frozen
                 warnings.filterwarnings("ignore", message="Found keys that are in the model")
                 return super().load_from_checkpoint(*args, **options)
         except TypeError as error:
             raise ValueError(
-                f"{cls.__name__}.load_from_checkpoint: expected the module's arguments beside the "
-                f"file, which holds only what was trained, such as backbone=load_backbone(...) "
-                f"({error}); to decode, load what module.export(FOLDER) wrote"
+                f"{cls.__name__}.load_from_checkpoint: expected the module's own arguments, such "
+                "as backbone=load_backbone(...), beside a file of what was trained; to decode, "
+                f"load what module.export(FOLDER) wrote ({error})"
             ) from error
 
     def setup(self, stage: str) -> None:

@@ -308,6 +308,6 @@ def _curves(run: ReportedRun) -> list[Plot]:
 
     plots = []
     for name, curve in list(read_curves(run.folder).items())[:MAX_CURVES]:
-        drawn = (figure_bytes(curve_figure(curve, one), dpi=110) for one in THEMES.values())
+        drawn = (figure_bytes(curve_figure({"": curve}, one), dpi=110) for one in THEMES.values())
         plots.append(Plot(f"{name}, training of {run.name}", *drawn))
     return plots

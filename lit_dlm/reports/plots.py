@@ -267,35 +267,24 @@ def plot_steps(curves: Mapping[str, Sequence[float]], path: Path, *, ylabel: str
     save_figure(figure, path)
 
 
-def curve_figure(curve: Curve, theme: Theme) -> Figure:
-    """A small panel of one metric over the steps."""
-    with plot_style(theme):
-        figure = Figure(figsize=(3.6, 2.3), layout="constrained")
-        _draw_curve(figure.subplots(), curve, theme)
-        figure.canvas.draw()
-    return figure
-
-
-def curves_figure(curves: Mapping[str, Curve]) -> Figure:
-    """The first :data:`MAX_CURVES` metrics over the steps, each in a panel of its own."""
+def curve_figure(curves: Mapping[str, Curve], theme: Theme) -> Figure:
+    """Small panels of the first :data:`MAX_CURVES` metrics over the steps, under their names."""
     shown = list(curves.items())[:MAX_CURVES]
     columns = min(len(shown), 3)
-    size = (columns, math.ceil(len(shown) / columns))
-    figure = Figure(figsize=(3.6 * size[0], 2.3 * size[1]), layout="constrained")
-    panels = list(figure.subplots(size[1], size[0], squeeze=False).flat)
-    for (name, curve), axis in zip(shown, panels, strict=False):
-        _draw_curve(axis, curve, THEMES["light"])
-        axis.set_title(name, fontsize="medium")
-    for axis in panels[len(shown) :]:
-        axis.set_axis_off()
+    rows = math.ceil(len(shown) / columns)
+    with plot_style(theme):
+        figure = Figure(figsize=(3.6 * columns, 2.3 * rows), layout="constrained")
+        panels = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axis in panels[len(shown) :]:
+            axis.set_axis_off()
+        for (name, curve), axis in zip(shown, panels, strict=False):
+            x, y = zip(*curve, strict=True)
+            draw_curves(axis, {"": (x, y)}, colours=theme.series)
+            axis.set_title(name, fontsize="medium")
+            axis.set_xlabel("step")
+            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        figure.canvas.draw()
     return figure
-
-
-def _draw_curve(axis: Axes, curve: Curve, theme: Theme) -> None:
-    x, y = zip(*curve, strict=True)
-    draw_curves(axis, {"": (x, y)}, colours=theme.series)
-    axis.set_xlabel("step")
-    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
 
 def read_curves(run: Path) -> dict[str, Curve]:

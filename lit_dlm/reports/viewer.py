@@ -70,8 +70,13 @@ class ViewedSet(NamedTuple):
 
 def write_viewer(path: Path, sets: Sequence[ViewedSet], *, title: str) -> None:
     """Writes the page, which is the same for the same input."""
+    write_atomically(path, viewer_page(sets, title=title))
+
+
+def viewer_page(sets: Sequence[ViewedSet], *, title: str) -> str:
+    """Returns the page as HTML."""
     data = page_data(sets, title=title)
-    write_atomically(path, render("viewer", scripts=SCRIPTS, title=title, data=data))
+    return render("viewer", scripts=SCRIPTS, title=title, data=data)
 
 
 def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:

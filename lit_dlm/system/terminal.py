@@ -47,6 +47,14 @@ class PlainRecord(logging.LogRecord):
         return printable(super().getMessage())
 
 
+class StderrHandler(logging.StreamHandler[Any]):
+    """Writes to what is ``sys.stderr`` by then: above a progress bar, which takes its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def show_traceback(*raised: Any) -> None:
     """Prints a traceback as printable text; a ``sys.excepthook``."""
     sys.stderr.write(printable("".join(traceback.format_exception(*raised))))

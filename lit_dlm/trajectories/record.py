@@ -15,15 +15,12 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lit_dlm.trajectories.features import StepFeatures
-
-if TYPE_CHECKING:
-    from lit_dlm.reports.notebook import Shown
 
 
 class TrajectoryFormatError(ValueError):
@@ -198,11 +195,8 @@ class Trajectory:
         """A copy whose ``meta`` has ``values`` added."""
         return replace(self, meta={**self.meta, **values})
 
-    def show(self, tokenizer: Any | None = None) -> Shown:
-        """Returns the decode step by step, for the output of a notebook.
-
-        ``tokenizer`` is one or its name; without it, token ids are shown.
-        """
+    def show(self, tokenizer: Any | None = None) -> Any:
+        """Returns the decode for the output of a notebook; token ids without a tokenizer."""
         from lit_dlm.reports.notebook import show_records
 
         return show_records([self], tokenizer)

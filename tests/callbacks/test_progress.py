@@ -61,12 +61,14 @@ def test_time_left_is_that_of_the_run(
         bar, texts = ProgressBar(), []
 
         def note(trainer: Trainer, *_: Any) -> None:
-            texts.append(bar.train_progress_bar.description)
+            texts.append(bar.progress.tasks[0].description.partition(": ")[0])
             if trainer.global_step == 2:
                 trainer.save_checkpoint(tmp_path / "second.ckpt")
 
         after = LambdaCallback(on_train_batch_end=note)
-        trainer = quiet(tmp_path, callbacks=[bar, after], enable_progress_bar=True, **limits)
+        trainer = quiet(
+            tmp_path, callbacks=[TrainingLog(), bar, after], enable_progress_bar=True, **limits
+        )
         loader = DataLoader(torch.ones(NUM_BATCHES, 1))
         trainer.fit(Model(clock), loader, ckpt_path=resume, weights_only=True)
         return texts
@@ -98,11 +100,10 @@ class Logging(Model):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        loss = float(self.global_step == 0)
-        shown = {"train/loss": loss, "rollout/correct": 0.75, "rollout/reward": 0.5}
+        shown = {"train/loss": 9.0, "rollout/correct": 0.75, "rollout/reward": 0.5}
         others = dict.fromkeys(("train/entropy", "time/reward", "val/static/reward"), 9.0)
         self.log_dict(shown | others)
-        return super().training_step(torch.ones(()))
+        return super().training_step(torch.zeros(())) + float(self.global_step == 0)
 
 
 @pytest.mark.parametrize("bar", [False, True])
@@ -122,7 +123,7 @@ def test_training_tells_its_values_without_a_terminal(
         options = {"logger": CSVLogger(tmp_path, name="", version=""), "enable_progress_bar": bar}
         trainer = quiet(tmp_path, callbacks=callbacks, max_epochs=2, **options)
         trainer.fit(Logging(clock), loader)
-    values = "loss {}, accuracy 0.75, reward 0.5, tokens/s 2, lr {}"
+    values = "tokens/s 2, loss {}, accuracy 0.75, reward 0.5, lr {}"
     lines = [r.getMessage() for r in caplog.records if r.name == "lit_dlm.callbacks.progress"]
     assert lines == [
         "training 1 of 1 parameters",
@@ -132,7 +133,7 @@ def test_training_tells_its_values_without_a_terminal(
         f"Logs: {tmp_path}/",
     ]
     with (tmp_path / "metrics.csv").open() as file:
-        assert [row["train/loss"] for row in csv.DictReader(file)] == ["0.0"]
+        assert [row["train/loss"] for row in csv.DictReader(file)] == ["9.0"]
     assert capsys.readouterr().out == ""
 
 
@@ -211,7 +212,7 @@ def test_decoding_tells_how_far_it_is_within_a_batch(
         trainer.predict(module, datamodule=data, return_predictions=False)
     lines = [r.getMessage() for r in caplog.records if r.name == "lit_dlm.callbacks.progress"]
     if is_terminal:
-        assert filled == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
+        assert filled == [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0]
         assert not lines
     else:
         assert lines == [
