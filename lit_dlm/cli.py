@@ -20,6 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 TRAINER = "lit_dlm.commands.run"
 
 _EXPORT = "write a model for transformers, peft and the hub"
+_LISTS = "list the experiments that are shipped; runs of a folder"
 COMMANDS = {
     "fit": (TRAINER, "train: distil, fine-tune, or reinforcement learning"),
     "validate": (TRAINER, "one epoch of a configuration's validation"),
@@ -32,7 +33,8 @@ COMMANDS = {
     "merge": ("lit_dlm.commands.export:merge", _EXPORT),
     "push": ("lit_dlm.commands.push", _EXPORT),
     "new": ("lit_dlm.commands.scaffold", "begin a policy, task, reward or method of your own"),
-    "recipes": ("lit_dlm.commands.recipes", "list the experiments that are shipped"),
+    "recipes": ("lit_dlm.commands.recipes", _LISTS),
+    "runs": ("lit_dlm.reports.runs", _LISTS),
     "plan": ("lit_dlm.commands.plan", "memory and disk that a configuration needs"),
     "download": ("lit_dlm.commands.download", "fetch models and data that a configuration names"),
     "report": ("lit_dlm.reports.command", "tables, plots and pages of benchmark runs"),

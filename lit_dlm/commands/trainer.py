@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import socket
 import sys
 import warnings
@@ -29,9 +30,13 @@ from lit_dlm.config.components import raised_in
 from lit_dlm.config.files import Composed
 from lit_dlm.config.parser import Parser, explain
 from lit_dlm.config.saved import LAST, RunConfigCallback, claim
-from lit_dlm.system.locks import locked
+from lit_dlm.predict.decode import DecodeModule
+from lit_dlm.system.files import write_atomically
+from lit_dlm.system.locks import locked, state_file
 from lit_dlm.system.options import refuse
 from lit_dlm.system.terminal import printable
+from lit_dlm.tracelock.module import TraceLockModule
+from lit_dlm.tracelock.outcome import TraceLockRLModule
 from lit_dlm.training.checkpoint import last_checkpoint, local, use_own_files
 
 logger = logging.getLogger(__name__)
@@ -135,6 +140,22 @@ class CLI(LightningCLI):
         # Predictions go to disk batch by batch.
         self.config_init["predict"]["return_predictions"] = False
 
+    def after_fit(self) -> None:
+        self._end(_decoding(self.model, Path(self.trainer.default_root_dir)))
+
+    def after_predict(self) -> None:
+        root = Path(self.trainer.default_root_dir)
+        places = {"results": ["report", root], "traces": ["view", root / "traces"]}
+        self._end(next((words for name, words in places.items() if (root / name).is_dir()), []))
+
+    def _end(self, words: Sequence[Any]) -> None:
+        """Notes that the run is done, and tells the command that goes on with what it made."""
+        if self.lock is not None:  # in the first process, of a run that leaves files
+            saved = Path(self.trainer.default_root_dir) / f"{self.subcommand}.yaml"
+            write_atomically(state_file(saved), "done")
+            if words:
+                logger.info("next: %s", shlex.join(["lit-dlm", *map(str, words)]))
+
 
 @rank_zero_only
 def _check_port(trainer: Trainer) -> None:
@@ -168,6 +189,22 @@ def _check_fit(command: str, options: Namespace) -> None:
     if tasks > 1 == torch.cuda.device_count() and "SLURM_PROCID" in os.environ:
         hint = "; use --gpus-per-node in place of --gpus-per-task, or --gpu-bind=none beside it"
         refuse("trainer.devices", f"{tasks} GPUs in sight of each task of SLURM", 1, hint)
+
+
+def _decoding(model: LightningModule, root: Path) -> list[Any]:
+    """Returns the words of the command that decodes with what a ``fit`` has exported, if any."""
+    # Without an export_dir: what AdapterCheckpoint and TraceLock write in our configurations.
+    places = [getattr(model, "export_dir", None), root / "policy" / "best", root / "policy"]
+    made = next((one for one in places if one is not None and one.is_dir()), None)
+    if made is None or not isinstance(model, DecodeModule):
+        return []
+    backbone: Any = model.backbone  # an HFBackbone, or nothing could be exported
+    name, words = backbone.source.name, ["generate", "PROMPT", "--backbone"]
+    if isinstance(model, TraceLockModule | TraceLockRLModule):
+        return [*words, name, "--policy=TraceLockPolicy", "--policy.path", made, "--quota=NoQuota"]
+    if (made / "adapter_config.json").exists():
+        return [*words, name, "--adapter", made]
+    return [*words, made]
 
 
 class ParsingCLI(CLI):

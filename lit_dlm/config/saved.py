@@ -14,6 +14,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 
 from lit_dlm.config.files import mapping, resolved, setting_differences
 from lit_dlm.system.files import write_atomically
+from lit_dlm.system.locks import state_file
 
 LAST = "last"
 """Stem of the checkpoint that a run resumes from; the one before it is kept."""
@@ -119,3 +120,4 @@ class RunConfigCallback(SaveConfigCallback):
         text = self.parser.dump(self.config, skip_none=False, skip_validation=True)  # it was parsed
         config = with_references(yaml.safe_load(text), self._document)
         write_atomically(path, yaml.safe_dump(config, allow_unicode=True, sort_keys=False))
+        write_atomically(state_file(path), "begun")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -85,6 +86,12 @@ def main(arguments: Sequence[str]) -> int:
     title = f"Report of {', '.join(run.name for run in runs)}"
     pages = write_pages(runs, merged, folder, title=title)
     console.print(f"Pages: {', '.join(pages)}")
+    run, *others = map(str, options.run)
+    best = _by_accuracy([one for one in merged if one.task == merged[0].task])
+    words = [run, others[0]] if others else [run, run, "--a", *best[:1], "--b", *best[1:2]]
+    if others or len(best) > 1:
+        command = shlex.join(["lit-dlm", "compare", *words])
+        console.print(f"next: {command}", highlight=False, soft_wrap=True)
     return 0
 
 

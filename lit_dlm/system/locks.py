@@ -43,6 +43,17 @@ def lives(pid: int) -> bool:
     return True
 
 
+def state_file(saved: Path) -> Path:
+    """The file beside a saved configuration that says whether its run has begun or is done."""
+    return saved.with_name(f".{saved.stem}.state")
+
+
+def in_use(path: Path) -> bool:
+    """Whether a living process holds this file of :func:`locked`, by what it wrote there."""
+    # Asking for the lock itself would refuse it, for a moment, to a run that begins.
+    return path.exists() and _lives(_owner(path.read_bytes()))
+
+
 @contextmanager
 def locked(folder: Path, name: str) -> Iterator[Path]:
     """Locks a folder against commands of this name; yields the lock file, gone with the process."""

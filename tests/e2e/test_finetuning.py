@@ -1,6 +1,7 @@
 """Distil, fine-tune and evaluate through the command line, on the embedded model."""
 
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -52,11 +53,17 @@ def evaluate(run_dir: Path, *flags: str) -> dict[str, bool]:
     return {row.completion: row.correct for row in rows}
 
 
-def test_a_tabom_adapter_decodes_through_predict_with_one_flag(run_dir: Path) -> None:
+def test_a_tabom_adapter_decodes_through_predict_with_one_flag(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every step tells the command that goes on, and the list of runs that it is done."""
+    caplog.set_level(logging.INFO)
     fast = ("--model.optimizer.init_args.lr=0.02", "--model.warmup_steps=0")
     fit("tabom_tiny", run_dir, "--trainer.max_steps=6", *fast)
-    plain = evaluate(run_dir / "plain")
     adapter = str(run_dir / "adapter")
+    assert f"next: lit-dlm generate PROMPT --backbone tiny --adapter {adapter}" in caplog.text
+    plain = evaluate(run_dir / "plain")
+    assert f"next: lit-dlm report {run_dir / 'plain'}" in caplog.text
     tuned = evaluate(run_dir / "tuned", "--model.backbone.init_args.adapter", adapter)
     assert plain != tuned
     method = run_dir / "tuned/results/word_problems/entropy"
@@ -64,6 +71,10 @@ def test_a_tabom_adapter_decodes_through_predict_with_one_flag(run_dir: Path) ->
     report([str(run_dir / "plain"), str(run_dir / "tuned"), "--out", str(run_dir / "table")])
     table = (run_dir / "table" / "summary.md").read_text()
     assert all(f"| {name}/entropy |" in table for name in ("plain", "tuned"))
+    runs = str(run_dir / "plain"), str(run_dir / "tuned")
+    assert f"next: lit-dlm compare {' '.join(runs)}\n" in capsys.readouterr().out
+    run("runs", str(run_dir))
+    assert capsys.readouterr().out.count(" done ") == 3
 
 
 def test_a_recipe_goes_on_from_its_last_checkpoint(
