@@ -9,6 +9,7 @@ import pytest
 
 import cli
 import lit_dlm
+from lit_dlm.config.files import packaged
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINER_COMMANDS = {"fit", "validate", "predict"}
@@ -48,6 +49,19 @@ def test_help_of_commands_imports_nothing_that_takes_seconds():
     help_text, _, modules = done.stdout.rpartition("imported ")
     assert not [command for command in commands if f"lit-dlm {command}" not in help_text]
     assert not HEAVY & set(modules.split())
+
+
+def test_bash_completes_commands_and_experiments_with_the_line_of_the_quickstart():
+    page = (ROOT / "docs" / "start" / "quickstart.md").read_text()
+    (line,) = re.findall(r"^complete .* lit-dlm$", page, re.MULTILINE)
+    code = (
+        f'lit-dlm() {{ "{sys.executable}" -c "import cli; cli.main()" "$@"; }}\n{line}\ncomplete -p'
+    )
+    done = subprocess.run(
+        ["bash", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    (words,) = re.findall(r"-W '([^']*)' lit-dlm", done.stdout)
+    assert words.split() == [*cli.COMMANDS, *packaged("exp")]
 
 
 IMPORTS = """

@@ -1,5 +1,6 @@
 """The documentation builds without a warning and is whole in a browser; its notebook runs."""
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -119,16 +120,27 @@ def test_recipes_are_filtered_by_method_model_and_hardware(site: Path, driver: A
     assert shown(model="tiny", hardware="one GPU with 24 GB")[1] == []
 
 
-def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]):
+def test_the_notebook_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What a cell ends with is what a notebook shows."""
+    monkeypatch.chdir(tmp_path)
     cells = json.loads((ROOT / "examples" / "first_decode.ipynb").read_text())["cells"]
     names: dict[str, Any] = {}
-    printed = []
+    printed, shown = [], []
     for cell in cells:
         if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), "first_decode.ipynb", "exec"), names)
+            *lines, last = ast.parse("".join(cell["source"])).body
+            if not isinstance(last, ast.Expr):
+                lines.append(last)
+            exec(compile(ast.Module(lines, []), "first_decode.ipynb", "exec"), names)
+            if isinstance(last, ast.Expr):
+                shown.append(eval(compile(ast.Expression(last.value), "last line", "eval"), names))
             printed.append(capsys.readouterr().out)
-    _, decoded, steps, trained = printed
-    assert decoded.count("#### 36") == 3
-    assert steps.splitlines()[0].count("·") == 32
-    assert "41-5=36" in steps
-    assert trained == "before: '34+7=41\\n#### 41', after: '7+34=41'\n"
+    assert printed[1].count("#### 36") == 3
+    assert printed[-1] == "before: '34+7=41\\n#### 41', after: '7+34=41'\n"
+    decode, table, run, plots = [one for one in shown if one is not None]
+    assert all("<iframe" in one._repr_html_() for one in (decode, run))
+    assert list(table.columns) == ["correct", "nfe"]
+    assert table.nfe["blocks"] > table.nfe["threshold"] > 1
+    assert plots._repr_html_().count("<img") == 1
