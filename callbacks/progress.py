@@ -77,7 +77,7 @@ class TrainingLog(Callback):
         # Batches of RL have their tokens one level below those of fine-tuning.
         ids = getattr(getattr(batch, "responses", batch), "ids", None)
         self._tokens += 0 if ids is None else ids.numel() * trainer.world_size
-        if outputs:  # not the logged values, since reading these waits for the device
+        if outputs and "loss" in outputs:  # reading what was logged would wait for the device
             loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
             self._loss = loss if self._loss is None else self._loss.lerp(loss, _NEW_SHARE)
         share = _share_done(trainer, batch_idx + 1)
@@ -118,8 +118,9 @@ class TrainingLog(Callback):
         """Returns the share done, and a line; its tokens are those of responses that have ended."""
         share = done / max(sum(trainer.num_predict_batches), 1)
         loaders: Any = trainer.predict_dataloaders
-        streams = (one.dataset.stream for one in loaders if isinstance(one.dataset, StreamCalls))
-        total = sum(len(stream.examples) for stream in streams)
+        loaders = loaders if isinstance(loaders, list) else [loaders]
+        sets = (getattr(one, "dataset", None) for one in loaders)
+        total = sum(len(one.stream.examples) for one in sets if isinstance(one, StreamCalls))
         line = f"{min(self._num_ended, total):,} of {total:,} prompts ({100 * share:.0f} %)"
         if self._tokens:
             speed = self._tokens / max(time.monotonic() - self._began[0], 1e-9)

@@ -193,17 +193,19 @@ def _check_fit(command: str, options: Namespace) -> None:
 
 def _decoding(model: LightningModule, root: Path) -> list[Any]:
     """Returns the words of the command that decodes with what a ``fit`` has exported, if any."""
+    source = getattr(getattr(model, "backbone", None), "source", None)  # of an HFBackbone
+    exported = Path(getattr(model, "export_dir", None) or root / "policy/best")
     # Without an export_dir: what AdapterCheckpoint and TraceLock write in our configurations.
-    places = [getattr(model, "export_dir", None), root / "policy" / "best", root / "policy"]
-    made = next((one for one in places if one is not None and one.is_dir()), None)
-    if made is None or not isinstance(model, DecodeModule):
+    places = exported, root / "policy/best", root / "policy/last", root / "policy"
+    made = next(filter(Path.is_dir, places), None)
+    if made is None or source is None or not isinstance(model, DecodeModule):
         return []
-    backbone: Any = model.backbone  # an HFBackbone, or nothing could be exported
-    name, words = backbone.source.name, ["generate", "PROMPT", "--backbone"]
+    words = ["generate", "PROMPT", "--backbone"]
     if isinstance(model, TraceLockModule | TraceLockRLModule):
-        return [*words, name, "--policy=TraceLockPolicy", "--policy.path", made, "--quota=NoQuota"]
+        policy = "--policy=TraceLockPolicy", "--policy.path", made, "--quota=NoQuota"
+        return [*words, source.name, *policy]
     if (made / "adapter_config.json").exists():
-        return [*words, name, "--adapter", made]
+        return [*words, source.name, "--adapter", made]
     return [*words, made]
 
 

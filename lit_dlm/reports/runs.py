@@ -1,4 +1,4 @@
-"""``lit-dlm runs``: the run folders below a folder, with what, when, state and the best figure."""
+"""``lit-dlm runs``: the runs below a folder, with what, state, best figure and when they began."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -18,23 +17,14 @@ from lit_dlm.system.terminal import PlainConsole
 
 _BROKEN = (OSError, ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError, csv.Error)
 """Errors of files that a killed run, or somebody else, left."""
-_FIGURES: dict[str, Any] = {
-    **{f"val/{name}": max for name in ("accuracy", "correct", "reward")},
-    "val/loss": min,
-    "rollout/reward": max,
-    "train/loss": min,
-    "train/nelbo": min,
-}
-"""Which value is best of metrics of ``fit``; the first that was logged is shown."""
+_FIGURES = ("val/accuracy", "val/reward", "val/loss", "rollout/reward", "train/loss", "train/nelbo")
+"""Metrics of ``fit``, of which the first that was logged is shown."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command with the arguments after its name; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="lit-dlm runs",
-        description="Lists the runs of fit and predict below a folder: what they do, whether they "
-        "are done, running or interrupted, their best figure, and when they began.",
-    )
+    description = "Lists runs of fit and predict: what, state, best figure and when they began."
+    parser = argparse.ArgumentParser(prog="lit-dlm runs", description=description)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="default: runs")
     folder = parser.parse_args(arguments).folder
     if not folder.is_dir():
@@ -51,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _told(text_of: Callable[[Path], str], saved: Path) -> str:
     try:
-        return text_of(saved)
+        return text_of(saved) or "-"
     except FileNotFoundError:
         return "-"
     except _BROKEN:
@@ -59,9 +49,7 @@ def _told(text_of: Callable[[Path], str], saved: Path) -> str:
 
 
 def _what(saved: Path) -> str:
-    # In C where it is there: OmegaConf takes a tenth of a second for each.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    model = yaml.load(saved.read_bytes(), Loader=loader)["model"]
+    model = yaml.safe_load(saved.read_bytes())["model"]
     kind = model["class_path"].rpartition(".")[2].removesuffix("Module")
     return f"{saved.stem} {kind}, {model['init_args']['tokenizer']}"
 
@@ -79,13 +67,14 @@ def _best(saved: Path) -> str:
         from lit_dlm.reports.plots import read_curves  # imports matplotlib, in a second
 
         curves = read_curves(saved.parent / "logs")
-        known = [(name, best) for name, best in _FIGURES.items() if name in curves][:1]
-        return "".join(f"{n} {best(y for _, y in curves[n]):.4g}" for n, best in known) or "-"
+        name = next((name for name in _FIGURES if name in curves), "")
+        best = max if name.endswith(("accuracy", "reward")) else min
+        return f"{name} {best(value for _, value in curves[name]):.4g}" if name else ""
     shares: dict[str, float] = {}
     for one in json.loads((saved.parent / "summary.json").read_bytes()):
         if one["accuracy"] is not None:
             shares[one["task"]] = max(one["accuracy"], shares.get(one["task"], 0.0))
-    return ", ".join(f"{task} {100 * share:.1f} %" for task, share in shares.items()) or "-"
+    return ", ".join(f"{task} {100 * share:.1f} %" for task, share in shares.items())
 
 
 def _began(saved: Path) -> str:

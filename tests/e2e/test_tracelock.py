@@ -92,7 +92,7 @@ def test_problems_have_graded_trajectories_with_features_and_forwards_of_a_polic
     assert all(r.status == "complete" for r in rows["word_problems", "tracelock_095"])
 
 
-def test_running_again_redoes_nothing(whole: Path):
+def test_running_again_redoes_nothing(whole: Path, caplog: pytest.LogCaptureFixture):
     files = [
         path
         for pattern in ("traces/*.tar", "projector/*", "results/**/*.jsonl", "policy/*.safetensors")
@@ -100,8 +100,11 @@ def test_running_again_redoes_nothing(whole: Path):
     ]
     before = {path: path.read_bytes() for path in files}
     assert len(before) >= 6
+    caplog.set_level(logging.INFO)
     for command in (GENERATE, FIT, BENCHMARK):
         run(*command, f"--run_dir={whole}")
+    decode = f"--policy=TraceLockPolicy --policy.path {whole}/policy --quota=NoQuota"
+    assert f"next: lit-dlm generate PROMPT --backbone tiny {decode}\n" in caplog.text
     assert {path: path.read_bytes() for path in files} == before
 
 
@@ -142,7 +145,12 @@ def test_killed_training_resumes_to_the_same_weights(whole: Path, begun: Path):
     [(signal.SIGTERM, 5, 7), (signal.SIGINT, 7, 8), (signal.SIGUSR1, 10, 11)],
 )
 def test_an_interrupted_training_goes_on_from_the_step_it_reached(
-    whole: Path, begun: Path, number: signal.Signals, before: int, step: int
+    whole: Path,
+    begun: Path,
+    number: signal.Signals,
+    before: int,
+    step: int,
+    capsys: pytest.CaptureFixture[str],
 ):
     """Of 12, with a validation behind the sixth."""
     command = [*FIT, f"--run_dir={begun}"]
@@ -150,6 +158,8 @@ def test_an_interrupted_training_goes_on_from_the_step_it_reached(
     assert f"ended at optimiser step {step}, saved as {begun}/checkpoints/last.ckpt" in told
     assert "go on with the same command and --ckpt_path last" in told
     assert _last(begun)["global_step"] == step
+    run("runs", str(begun))
+    assert "│ interrupted │" in capsys.readouterr().out
     if number == signal.SIGTERM:  # that a stop at the end of a step is whole is shown once
         _trains_as_without_a_break(whole, begun)
 
