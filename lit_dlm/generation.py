@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -109,9 +109,7 @@ def generate(
     order: list[int] = []
     # Prompts of similar lengths together: a batch is as wide as its longest one.
     buckets = length_buckets([len(prompt.ids) for prompt in encoded], batch_size=batch_size)
-    console, title = get_console(), f"{len(encoded)} prompts"
-    is_seen = progress and len(encoded) > 10 and (console.is_terminal or console.is_jupyter)
-    for rows in track(buckets, title, console=console, transient=True, disable=not is_seen):
+    for rows in _tracked(buckets) if progress else buckets:
         with evaluating(backbone):
             (batch,) = decode_stream(
                 backbone,
@@ -131,6 +129,14 @@ def generate(
         for capture in captures:
             done.trajectories += capture.trajectories([names[row] for row in rows])
     return _in_order(done, order)
+
+
+def _tracked(buckets: list[list[int]]) -> Iterable[list[int]]:
+    """Yields buckets; of many prompts, a terminal or a notebook shows how far it is."""
+    console, count = get_console(), sum(map(len, buckets))
+    is_seen = count > 10 and (console.is_terminal or console.is_jupyter)
+    title = f"{count} prompts"
+    return track(buckets, title, console=console, transient=True, disable=not is_seen)
 
 
 def _in_order(done: Generations, order: list[int]) -> Generations:

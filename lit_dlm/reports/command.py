@@ -88,8 +88,8 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"Pages: {', '.join(pages)}")
     run, *others = map(str, options.run)
     best = _by_accuracy([one for one in merged if one.task == merged[0].task])
-    words = [run, others[0]] if others else [run, run, "--a", *best[:1], "--b", *best[1:2]]
     if others or len(best) > 1:
+        words = [run, others[0]] if others else [run, run, "--a", best[0], "--b", best[1]]
         command = shlex.join(["lit-dlm", "compare", *words])
         console.print(f"next: {command}", highlight=False, soft_wrap=True)
     return 0
