@@ -53,7 +53,9 @@ def test_report_of_two_runs_links_every_failure_to_its_trace(tmp_path: Path):
     assert "![Accuracy against average steps](front.png)" in text
 
 
-def test_the_best_methods_failures_and_what_two_methods_split_on_come_first(tmp_path: Path):
+def test_the_best_methods_failures_and_what_two_methods_split_on_come_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """``a`` of 3 right of 4 is best; ``b`` is of another kind, ``a_2`` of the same."""
     results = ResultFolder(tmp_path / "results")
     for method, right in (("a", "xyz"), ("a_2", "xy"), ("b", "xw")):
@@ -65,6 +67,8 @@ def test_the_best_methods_failures_and_what_two_methods_split_on_come_first(tmp_
         )  # fmt: skip
     results.write_metadata({"model": "m-7B", "parameters": 7000, "versions": {"lit_dlm": "0.1.0"}})
     assert main([str(tmp_path)]) == 0
+    compare = f"next: lit-dlm compare {tmp_path} {tmp_path} --a a --b b\n"
+    assert capsys.readouterr().out.endswith(compare)
     page = (tmp_path / "report.html").read_text()
     places = [page.index(text) for text in (
         "m-7B", "7,000", "lit_dlm 0.1.0", "The most accurate method, failures first",
