@@ -15,7 +15,7 @@ from lit_dlm.rl.batch import RolloutBatch
 from lit_dlm.rl.loop import RLLoop
 from lit_dlm.rl.metrics import RolloutValidation, validation_of
 from lit_dlm.rl.module import TraceRLModule
-from lit_dlm.rl.rollout import OnlineRollouts, RolloutSource, StoredRollouts
+from lit_dlm.rl.rollout import RolloutSource, StoredRollouts
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.system.options import of_kind
 from lit_dlm.training.fit_loop import is_over, set_accumulation
@@ -64,7 +64,7 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
 
     def _new_source(self, module: TraceRLModule) -> RolloutSource:
         if self.shards is None:
-            return OnlineRollouts(module, module.rollout_methods, self)
+            return module.online_rollouts(module, module.rollout_methods, self)
         if not module.replays_shards:
             raise ValueError(
                 f"source: expected online with {type(module).__name__}, which trains on what its "

@@ -67,6 +67,16 @@ class GroupMean(Advantage):
         return ((rewards - rewards.mean()) / self.scale).clamp(-self.clip, self.clip)
 
 
+class LessFirst(GroupMean):
+    """Rewards less that of the first response, divided by a constant.
+
+    For groups whose first response is what the others differ from in one decision.
+    """
+
+    def compute(self, rewards: Tensor) -> Tensor:
+        return ((rewards - rewards[0]) / self.scale).clamp(-self.clip, self.clip)
+
+
 class RawReward(Advantage):
     """The rewards themselves, without a baseline (REINFORCE)."""
 

@@ -29,6 +29,7 @@ from lit_dlm.rl.batch import RolloutBatch, SampleBuilder
 from lit_dlm.rl.loop import RLLoop
 from lit_dlm.rl.metrics import UpdateScores
 from lit_dlm.rl.policy_losses import PolicyLoss
+from lit_dlm.rl.rollout import OnlineRollouts
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.rl.step import TokenScores
 from lit_dlm.rl.value import ValueHead, value_loss
@@ -77,6 +78,8 @@ class TraceRLModule(TrainableModule):
 
     replays_shards: ClassVar[bool] = True
     """Whether shards hold all that it trains on, so that it can replay a former run."""
+    online_rollouts: type[OnlineRollouts] = OnlineRollouts
+    """How it rolls out prompts."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from itertools import chain
@@ -441,29 +442,46 @@ class OnlineRollouts:
         )
         engine.occupancy = Occupancy()
         share = -(-len(asked) // ranks.world_size)  # which this process may exceed
-        begin = time.perf_counter()
-        own = engine.records(
-            asked,
-            WorkQueue(len(asked), shared=ranks.world_size > 1),
-            report=lambda done: report("rollout", min(done, share), share),
+        spent = Counter[str]()
+        records = self.decoded(
+            *(engine, asked, ranks), lambda done: report("rollout", min(done, share), share), spent
         )
+        engine.record_step_counts(records)
+        begin = time.perf_counter()
+        scored = self._scored(engine, asked, records, version, ranks)
+        times = {
+            "rollout": spent["rollout"],
+            "wait": spent["wait"],
+            "reward": time.perf_counter() - begin,
+            "occupancy": engine.occupancy.share,
+            "tokens_per_second": spent["tokens"] / max(spent["rollout"], 1e-9),
+        }
+        return Rollouts(scored, times)
+
+    def decoded(
+        self,
+        engine: RolloutEngine,
+        asked: Sequence[RolloutPrompt],
+        ranks: Ranks,
+        report: Callable[[int], None],
+        spent: Counter[str],
+    ) -> list[Trajectory]:
+        """Decodes responses on all processes; returns those of all, in the order of the prompts.
+
+        ``report`` is told how many this process has decoded; its seconds and tokens are added to
+        ``spent``.
+        """
+        begin = time.perf_counter()
+        queue = WorkQueue(len(asked), shared=ranks.world_size > 1)
+        own = engine.records(asked, queue, report=report)
         decoded = time.perf_counter()
         # From here on in the order of the prompts, whichever process decoded what and when: sums
         # and noise of training must not depend on it.
         by_uid = {record.uid: record for record in gathered(own, ranks)}
-        records = [by_uid[prompt.uid] for prompt in asked]
-        engine.record_step_counts(records)
-        waited = time.perf_counter()
-        scored = self._scored(engine, asked, records, version, ranks)
-        num_tokens = sum(int(record.meta["num_tokens"]) for record in own)
-        times = {
-            "rollout": decoded - begin,
-            "wait": waited - decoded,
-            "reward": time.perf_counter() - waited,
-            "occupancy": engine.occupancy.share,
-            "tokens_per_second": num_tokens / max(decoded - begin, 1e-9),
-        }
-        return Rollouts(scored, times)
+        spent["rollout"] += decoded - begin
+        spent["wait"] += time.perf_counter() - decoded
+        spent["tokens"] += sum(int(record.meta["num_tokens"]) for record in own)
+        return [by_uid[prompt.uid] for prompt in asked]
 
     def _scored(
         self,

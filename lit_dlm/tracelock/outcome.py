@@ -35,6 +35,7 @@ from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.step import TokenScores
 from lit_dlm.system.options import at_least, of_kind, one_of, refuse, within
 from lit_dlm.tensors.batches import reads_are_free
+from lit_dlm.tracelock.forks import FORK, ForkedPolicy, ForkedRollouts
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
 from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end
 from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
@@ -147,8 +148,11 @@ class CommitInputs(Inputs):
 class CommitSamples(SampleBuilder):
     """Turns records of :class:`CommitCapture` into samples.
 
-    A sample is a decode, a state one of its steps, and a token one of the step's candidates.
+    A sample is a decode, a state one of its steps, and a token one of the step's candidates; of
+    decodes that differ in one decision, only that one.
     """
+
+    is_forked: bool = False
 
     def samples(self, records: Sequence[Trajectory], *, epoch: int = 0) -> RolloutBatch:
         responses = self.responses(records, epoch=epoch)
@@ -164,6 +168,11 @@ class CommitSamples(SampleBuilder):
         is_best = torch.zeros_like(commit).scatter_(1, best, value=True)
         is_alone = (commit == (is_best & candidates)).all(1, keepdim=True)
         scored = candidates & ~(is_best & is_alone)
+        step = torch.cat([torch.arange(count) for count in counts.tolist()])
+        if self.is_forked:
+            changed = torch.tensor([record.meta.get(FORK, (-1, 0)) for record in records])
+            at, position = changed.repeat_interleave(counts, 0).T[..., None]
+            scored &= (step[:, None] == at) & (torch.arange(length) == position)
         # States without a token add nothing to the loss, and samples are found by their tokens.
         kept = scored.any(1)
         hidden, commit, log_odds, candidates, scored = (
@@ -189,7 +198,7 @@ class CommitSamples(SampleBuilder):
             inputs=CommitInputs(
                 records=records,
                 record=record,
-                step=torch.cat([torch.arange(count) for count in counts.tolist()])[kept],
+                step=step[kept],
                 visible=hidden & left_of_window_end(hidden, candidates),
                 commit=commit,
             ),
@@ -241,6 +250,9 @@ class TraceLockRLModule(TraceRLModule):
         windows: by name, the windows and caches of rollouts, which RL steps take in turn; each
             replaces those of the decoders. Validation decodes in all of them: ``val/reward`` and
             the like are means, and those of a window begin with ``val/DECODER_NAME/``.
+        forks: whether responses to a prompt differ in one decision each, which alone is trained
+            (:mod:`lit_dlm.tracelock.forks`), instead of being drawn; ``LessFirst`` is the advantage
+            for these.
         constraint: raises the price of ``ForwardPrice`` while accuracies hold; ``null`` leaves it.
         optimizer: constructor of the optimiser.
         common: options of :class:`~lit_dlm.rl.module.TraceRLModule`, except those of states, policy
@@ -259,6 +271,7 @@ class TraceLockRLModule(TraceRLModule):
         head: AcceptanceConfig | None = None,
         settings: ScorerSettings | None = None,
         windows: dict[str, RolloutWindow] | None = None,
+        forks: bool = False,
         constraint: PriceConstraint | None = None,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=5e-4, weight_decay=0.0
@@ -299,7 +312,7 @@ class TraceLockRLModule(TraceRLModule):
         self.constraint = constraint
         self._priced: ForwardPrice | None = None  # the reward whose price is told or changes
         self._start: dict[str, float] = {}  # accuracies of the first validation, by name
-        self.rows = CommitSamples(self.masking, self.row_spec, seed=self.seed)
+        self.rows = CommitSamples(self.masking, self.row_spec, seed=self.seed, is_forked=forks)
         self.initial = None
         if self.objective.kl_to == "initial":
             self.initial = copy.deepcopy(self.scorer.head).requires_grad_(False)
@@ -307,7 +320,11 @@ class TraceLockRLModule(TraceRLModule):
         for decoder in self.decoders.values():
             if isinstance(decoder.policy, TraceLockPolicy):
                 decoder.policy.scorer, decoder.policy.is_in_training = self.scorer, True
-        self._check_rollouts(self.decoders[self.method])
+        decoder = self.decoders[self.method]
+        drawn = self._check_rollouts(decoder)
+        if forks:
+            self.online_rollouts = ForkedRollouts
+            self.decoders[self.method] = decoder.replace(policy=ForkedPolicy.of(drawn))
         if windows is not None:
             at_least(1, windows=len(windows))
             self.rollout_methods = self._in_windows(windows, self.method)
@@ -326,8 +343,8 @@ class TraceLockRLModule(TraceRLModule):
             self.decoders[f"{method}_{name}"] = placed
         return tuple(f"{method}_{name}" for name in windows)
 
-    def _check_rollouts(self, decoder: Decoder) -> None:
-        """Refuses a decoder whose commits do not follow from the draws alone."""
+    def _check_rollouts(self, decoder: Decoder) -> TraceLockPolicy:
+        """Returns the policy of a decoder, whose commits must follow from the draws alone."""
         of = f"{_COMMITS}decoders.{self.method}."
         policy = of_kind(decoder.policy, TraceLockPolicy, option=f"{of}policy")
         within("(0, inf)", of=f"{of}policy.", temperature=policy.temperature)
@@ -336,6 +353,7 @@ class TraceLockRLModule(TraceRLModule):
         of = f"{of}settings."
         one_of(None, of=of, max_commits_per_step=decoder.settings.max_commits_per_step)
         one_of("top1", of=of, stall_rule=decoder.settings.stall_rule)
+        return policy
 
     def check_objective(self) -> None:
         # Both are about tokens, of which nothing is trained. An initial policy needs no adapter: it

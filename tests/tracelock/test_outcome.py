@@ -23,7 +23,6 @@ from lit_dlm.decoding import (
     DecodeSettings,
     DualCache,
     NoQuota,
-    Sampler,
     SlidingWindow,
     decode,
     prompt_canvas,
@@ -38,7 +37,7 @@ from lit_dlm.rl.step import estimate_advantages, shard_samples
 from lit_dlm.tensors.sampling import confidence, entropy, margin
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.tracelock import outcome
-from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
+from lit_dlm.tracelock.network import PositionState
 from lit_dlm.tracelock.outcome import RolloutWindow, TraceLockRLModule
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings, ScorerSettings
@@ -49,7 +48,6 @@ from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning.runs import two_processes
 from tests.processes import in_two_processes
-from tests.projectors import random_orthogonal
 from tests.rollouts import (
     MASK,
     VOCAB,
@@ -62,24 +60,7 @@ from tests.rollouts import (
     scored,
     with_old_scores,
 )
-
-HEAD = AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=16, dropout=0.5)
-
-
-def actor(window: BlockWindow | None = None, **options: Any) -> TraceLockRLModule:
-    torch.manual_seed(3)
-    backbone = policy(lora=False, **options.pop("family", {}))
-    drawn = TraceLockPolicy("none", threshold=0.6, temperature=0.7, max_accept_per_step=None)
-    decoder = Decoder(
-        policy=drawn,
-        window=window,
-        quota=NoQuota(),
-        sampler=Sampler(),
-        settings=DecodeSettings(eos_rule="fill", eos_gate=True),
-    )
-    sizes = ProjectorConfig(hidden_size=backbone.hidden_size, hidden_rank=6, delta_rank=3)
-    options = {"projector": random_orthogonal(sizes), "head": HEAD, **options}
-    return TraceLockRLModule(backbone, tokenizer="tiny", decoders={"drawn": decoder}, **options)
+from tests.tracelock.actors import HEAD, WORDS, actor
 
 
 def decoded(module: TraceLockRLModule, numbers: range = range(8)) -> list[Trajectory]:
@@ -262,9 +243,6 @@ def test_a_policy_folder_decodes_as_the_module_did(tmp_path: Path) -> None:
     again = actor(policy=str(tmp_path / "policy"))
     for one, other in zip(decoded(module), decoded(again), strict=True):
         np.testing.assert_array_equal(one.commit_step, other.commit_step)
-
-
-WORDS = {"vocab_size": 462, "forbidden_ids": (0, 3, 4)}
 
 
 def learning(folder: Path, *, steps: int, resume: Path | None = None, **options: Any) -> Any:
