@@ -112,6 +112,12 @@ TASKS = {
     ),
 }
 
+
+def first_task(name: str) -> Task:
+    """Returns the task that names the model of several, joined by ``+``."""
+    return TASKS[name.partition("+")[0]]
+
+
 BLOCKS = (2, 4, 8, 16)
 TRAINED_BLOCK = 8
 """Block length with which policies are trained that decode in blocks of any size."""
@@ -308,16 +314,26 @@ def trained_for(policy: str, window: str) -> str:
     return f"{'whole' if window == 'whole' else 'blocks'}/{LEARNT[policy]}"
 
 
-def problem_list(name: str, split: str, count: int, seed: int) -> str:
-    """A list of problems of a task as a flag's value."""
-    task = TASKS[name]
-    values = {"split": split, "num_examples": count, "seed": seed, **task.options}
-    return json.dumps([{"class_path": task.name, "init_args": values}])
+def problem_list(name: str, split: str, count: int | str, seed: int) -> str:
+    """A list of problems as a flag's value.
+
+    ``name`` may join several tasks by ``+``; ``split`` and ``count`` may name fields of a task.
+    """
+    parts = []
+    for task in map(TASKS.__getitem__, name.split("+")):
+        values = {
+            "split": getattr(task, split, split),
+            "num_examples": count if isinstance(count, int) else getattr(task, count),
+            "seed": seed,
+            **task.options,
+        }
+        parts.append({"class_path": task.name, "init_args": values})
+    return json.dumps(parts)
 
 
 def model_flags(options: argparse.Namespace, name: str) -> list[Any]:
     """Returns the flags of a task's model, if it does not ship."""
-    model = TASKS[name].model
+    model = first_task(name).model
     return ["--model.backbone.init_args.path", getattr(options, model)] if model else []
 
 
@@ -334,12 +350,12 @@ def train(options: argparse.Namespace, name: str, seed: int) -> None:
 
 def distil(options: argparse.Namespace, name: str, seed: int, folder: Path) -> None:
     """Makes traces, and trains a policy on them."""
-    task, model = TASKS[name], model_flags(options, name)
+    task, model = first_task(name), model_flags(options, name)
     call(
         folder / "traced",
         *("predict", "--config", "exp/generate_tiny", *task.overlay("_train"), *model),
         *("--seed_everything", seed, "--model.seed", seed, "--data.response_length", task.length),
-        *("--data.tasks", problem_list(name, task.split, task.traces, seed), "--run_dir", folder),
+        *("--data.tasks", problem_list(name, "split", "traces", seed), "--run_dir", folder),
     )
     call(
         folder / "distilled",
@@ -363,15 +379,15 @@ def train_on_outcomes(
     options: argparse.Namespace, name: str, seed: int, folder: Path, *flags: object
 ) -> None:
     """Trains the policy named by flags on the outcomes of its decodes of training problems."""
-    task = TASKS[name]
+    task = first_task(name)
     call(
         folder / "done",
         *("fit", "--config", "exp/tracelock_outcome_tiny", *task.overlay("_outcome")),
         *seed_flags(seed),
         *(*model_flags(options, name), "--run_dir", folder, "--ckpt_path", "last"),
         *("--data.response_length", task.length, *flags),
-        *("--data.tasks", problem_list(name, task.split, task.prompts, 1000 + seed)),
-        *("--data.val_tasks", problem_list(name, task.validation, 300, 100)),
+        *("--data.tasks", problem_list(name, "split", "prompts", 1000 + seed)),
+        *("--data.val_tasks", problem_list(name, "validation", 300, 100)),
     )
 
 
@@ -549,12 +565,12 @@ class Decodes:
         return float(self.forwards[cell].mean()), float(self.correct[cell].mean())
 
 
-def read(path: Path) -> dict[tuple[str, str], Decodes]:
+def read(*paths: Path) -> dict[tuple[str, str], Decodes]:
     """Reads results by task and list; leaves out cells that some seeds lack."""
-    frame = pq.read_table(path).to_pandas()
+    frame = pa.concat_tables(map(pq.read_table, paths)).unify_dictionaries().to_pandas()
     found = {}
     for key, rows in frame.groupby(["task", "list"], observed=True):
-        most = rows.seed.nunique() - 1
+        most = rows.seed[rows.seed >= 0].nunique()
         one = Decodes({}, {}, {})
         for cell, part in rows.groupby(["policy", "window", "setting"], observed=True):
             part = part.sort_values(["seed", "uid"])
@@ -567,6 +583,8 @@ def read(path: Path) -> dict[tuple[str, str], Decodes]:
     return found
 
 
+OURS = {"outcome": "outcome TraceLock", "every": "one policy for every window"}
+"""Policies trained on outcomes, which compete with all others, by what tables call them."""
 CONTESTS = {
     "whole responses": ("whole",),
     "blocks": tuple(f"blocks-{size}" for size in BLOCKS),
@@ -586,7 +604,7 @@ def contest(
     within: float = 0.0,
     policy: str = "outcome",
 ) -> dict[str, Any] | None:
-    """Compares a policy, outcome TraceLock, with the best of all others at as many forwards.
+    """Compares a policy, of ``OURS`` or another, with the best of all others at as many forwards.
 
     Settings of both sides are chosen on the validation list, ours by :func:`choice`. Theirs are the
     two cells whose mixture (each problem is decoded by one or the other, at random) is the most
@@ -595,7 +613,7 @@ def contest(
     """
     cells = [cell for cell in test.correct if cell[1] in windows]
     ours = [cell for cell in cells if cell[0] == policy]
-    others = [cell for cell in cells if cell[0] != policy]
+    others = [cell for cell in cells if cell[0] not in {policy, *OURS}]
     if not ours or not others:
         return None
     own = choice(validation, ours, within)
@@ -655,14 +673,14 @@ def oracle(test: Decodes) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def contests(
-    results: dict[tuple[str, str], Decodes], within: float = 0.0
+    results: dict[tuple[str, str], Decodes], within: float = 0.0, policy: str = "outcome"
 ) -> list[tuple[str, str, dict[str, Any], float]]:
     """Returns task, kind of windows, outcome and p-value (Holm's) of every :func:`contest`."""
     found = []
     for task, (name, windows) in itertools.product(TASKS, CONTESTS.items()):
         if (task, "test") in results:
             lists = results[task, "validation"], results[task, "test"]
-            if one := contest(*lists, windows, within):
+            if one := contest(*lists, windows, within, policy):
                 found.append((task, name, one))
     adjusted = p_values([one["difference"] for *_, one in found])
     return [(*one, p) for one, p in zip(found, adjusted, strict=True)]
@@ -678,11 +696,13 @@ def p_values(differences: Iterable[tuple[float, float, float]]) -> list[float]:
     )
 
 
-def contests_table(results: dict[tuple[str, str], Decodes], within: float = 0.0) -> str:
+def contests_table(
+    results: dict[tuple[str, str], Decodes], within: float = 0.0, policy: str = "outcome"
+) -> str:
     """The contests as Markdown, accuracies in per cent."""
-    head = ["task", "where", "outcome TraceLock"]
+    head = ["task", "where", OURS[policy]]
     lines = [[*head, "best of the others there", "difference [95 %]", "p"]]
-    for task, name, found, p in contests(results, within):
+    for task, name, found, p in contests(results, within, policy):
         _, forwards, accuracy, error = found["ours"]
         fast, slow, share, rate = found["theirs"]
         by = shown(slow) if share > 0.995 or fast == slow else f"{shown(fast)}, {shown(slow)}"
@@ -699,10 +719,12 @@ def contests_table(results: dict[tuple[str, str], Decodes], within: float = 0.0)
     return table(lines)
 
 
-def summary_table(results: dict[tuple[str, str], Decodes], within: float = 0.0) -> str:
+def summary_table(
+    results: dict[tuple[str, str], Decodes], within: float = 0.0, policy: str = "outcome"
+) -> str:
     """Returns a row per task: right @ forwards, and the difference, bold where p is below 0.05."""
     lines: dict[str, list[str]] = {}
-    for task, _, found, p in contests(results, within):
+    for task, _, found, p in contests(results, within, policy):
         _, forwards, accuracy, _ = found["ours"]
         mark, difference = "**" if p < 0.05 else "", interval(*found["difference"])
         cell = f"{100 * accuracy:.1f} @ {forwards:.1f}, {mark}{difference}{mark}"

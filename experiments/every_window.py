@@ -1,0 +1,239 @@
+"""One commit policy for every window: whole responses, blocks, and blocks with a cache.
+
+The policy takes the windows in turn while it trains on outcomes (``method/every_window``). It
+starts from the policy bench's distilled policies and decodes the bench's lists; the bench's other
+policies are those that it competes with. A model has one policy, so that of ``tiny`` trains on
+words and functions together. ``--trial`` compares ways to train it on fewer decodes, before:
+``docs/results/policies`` has the plan and the results. What is on disk is not made again.
+
+    python experiments/every_window.py --out runs/policy_bench --addition runs/addition/model
+        --countdown runs/countdown/model --functions runs/functions/model  # makes what is missing
+    python experiments/every_window.py  # prints the tables of the published results
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from chain import Decodes, keep_decodes, parser, points, read_decodes, table
+from policy_bench import (
+    LEVELS,
+    LIST_SEED,
+    NAME,
+    NEAR,
+    SIZE,
+    WINDOWS,
+    cells,
+    collected,
+    contests_table,
+    decode,
+    distil,
+    fronts,
+    list_folder,
+    read,
+    run_of,
+    summary_table,
+    swept,
+    train_on_outcomes,
+    validated,
+    write_table,
+)
+
+from lit_dlm.reports.plots import read_points
+from lit_dlm.system.files import write_atomically
+
+MODELS = ("words+functions", "sudoku", "pictures", "addition", "countdown", "wide-functions")
+"""Tasks of each model's policy."""
+PLAIN = ("--config", "method/every_window")
+DRAWN = (
+    *("--model.forks", "false", "--data.advantage"),
+    '{"class_path": "lit_dlm.rl.advantages.GroupMean", "init_args": {"scale": 0.1, "clip": 3.0}}',
+)
+"""Undoes forks: decodes draw all their commits, and are compared with the mean of their group."""
+INPUTS = ("--model.settings", '{"inputs": ["age", "distance", "price"]}')
+ARMS: dict[str, tuple[Any, ...]] = {
+    "distilled": (),
+    "forks": PLAIN,
+    "turns": (*PLAIN, *DRAWN),
+    "inputs": (*PLAIN, *DRAWN, *INPUTS),
+    "forks-inputs": (*PLAIN, *INPUTS),
+    "constraint": (*PLAIN, *DRAWN, "--model.constraint", "{}"),
+}
+"""Flags of training by arm of the trial; all take windows in turn, ``turns`` does no more."""
+IN_TURN = ("whole", "blocks-8", "cache")
+TRIED = (0.9, 0.95, 0.99)
+TRIAL = 75
+"""RL steps of the trial, 12,000 decodes."""
+STEPS = 200
+"""RL steps of the bench for each task of a model, 32,000 decodes."""
+DECODES = 160
+"""Of an RL step."""
+
+
+def main() -> None:
+    """Makes what is missing, then prints the tables."""
+    words = parser(__doc__, 0, 1, 2, 3, 4)
+    words.add_argument("--trial", nargs="*", metavar="ARM", help="only these arms [all]")
+    words.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    for name in ("addition", "countdown", "functions"):
+        words.add_argument(f"--{name}", help=f"folder of the {name} model, see the page")
+    options = words.parse_args()
+    options.list_seed, options.num_examples = LIST_SEED, SIZE
+    results = options.out or Path("docs/results/policies")
+    if options.trial is not None:
+        kept = results / "every_window_trial.parquet"
+        if options.out:
+            keep_decodes(kept, tried(options))
+        print(trial_table(read_decodes(kept)))
+        return
+    kept = results / "every_window.parquet"
+    if options.out:
+        for model in options.models:
+            make(options, model, kept)
+    print(report(kept))
+
+
+# -- the trial -------------------------------------------------------------------------------------
+
+
+def tried(options: argparse.Namespace) -> list[tuple[str, int, Path]]:
+    """Makes what the trial lacks; returns arm, seed and results folder of its decodes."""
+    runs = []
+    for task, arm, seed in itertools.product(
+        ("words", "functions"), options.trial or ARMS, options.train_seeds[:3]
+    ):
+        folder = options.out / "every_window" / f"{task}-{arm}-s{seed}"
+        policy = started(options, task, seed)
+        if ARMS[arm]:
+            flags = (*ARMS[arm], *steps(TRIAL), "--trainer.check_val_every_n_epoch", 15)
+            train_on_outcomes(options, task, seed, folder, *flags, "--model.policy", policy)
+            policy = folder / "every_window" / "policy" / "last"
+        decode(options, task, "validation", folder, decoders(arm, policy, TRIED, IN_TURN))
+        found = (list_folder(options, "validation", folder) / w / "results" for w in IN_TURN)
+        runs += [(f"{task}, {arm}", seed, one) for one in found]
+    return runs
+
+
+def trial_table(decodes: Decodes) -> str:
+    """Returns a table of every arm at threshold 0.95, compared with ``turns``."""
+
+    def by_window(place: str) -> dict[str, Any]:
+        return {
+            method.rpartition("_")[2]: found
+            for (arm, _, method), found in decodes.items()
+            if arm == place and "_0.95_" in method
+        }
+
+    lines = [["task", "arm", *IN_TURN, "mean, less turns"]]
+    for place in dict.fromkeys(arm for arm, *_ in decodes):
+        task, arm = place.split(", ")
+        own, base = by_window(place), by_window(f"{task}, turns")
+        shown = [f"{points(own[w][1], '')} @ {own[w][0].mean():.1f}" for w in IN_TURN]
+        less = np.mean([own[w][1] - base[w][1] for w in IN_TURN], axis=0)
+        lines.append([task, arm, *shown, "" if arm == "turns" else points(less)])
+    return table(lines)
+
+
+# -- the bench -------------------------------------------------------------------------------------
+
+
+def make(options: argparse.Namespace, model: str, kept: Path) -> None:
+    """Trains a model's policies and decodes the lists of its tasks."""
+    names = model.split("+")
+    # Beside the bench's own runs, for the folders of its decodes have the same names.
+    ours = argparse.Namespace(**{**vars(options), "out": options.out / "every_window"})
+    ours.task = names
+    policies = {}
+    for seed in options.train_seeds:
+        folder = run_of(ours, model, seed)
+        start = started(options, model, seed)
+        flags = (*PLAIN, *steps(STEPS * len(names)), "--model.policy", start)
+        train_on_outcomes(options, model, seed, folder, *flags)
+        policies[seed] = folder / "every_window" / "policy" / "best"
+        write_curve(kept.with_suffix(".json"), model, seed, folder / "every_window")
+    for name in names:
+        for seed, policy in policies.items():
+            every = decoders("every", policy, LEVELS, WINDOWS)
+            decode(ours, name, "validation", run_of(ours, name, seed), every)
+        chosen = fronts(validated(ours, name, options.train_seeds))
+        for seed, policy in policies.items():
+            every = decoders("every", policy, LEVELS, WINDOWS)
+            every = {cell: every[cell] for cell in every if cell in chosen}
+            decode(ours, name, "test", run_of(ours, name, seed), every)
+    write_table(kept, collected(ours))
+
+
+def started(options: argparse.Namespace, model: str, seed: int) -> Path:
+    """Returns the folder of the policy to start from, distilled from traces of all tasks."""
+    run = run_of(options, model, seed)
+    distil(options, model, seed, run)
+    return run / "policy"
+
+
+def steps(count: int) -> tuple[Any, ...]:
+    """Returns flags of so many RL steps, without a validation before the first."""
+    return ("--trainer.max_epochs", count, "--trainer.num_sanity_val_steps", 0)
+
+
+def decoders(name: str, policy: Path, levels: Any, windows: Any) -> dict[str, dict[str, Any]]:
+    """Returns decoders with a policy at some thresholds in some windows."""
+    taken = {"path": str(policy), "max_accept_per_step": None}
+    return cells({name: swept("TraceLockPolicy", "threshold", *levels, **taken)}, windows)
+
+
+def write_curve(path: Path, model: str, seed: int, folder: Path) -> None:
+    """Writes validation by number of decodes and window; what others wrote stays."""
+    curves = json.loads(path.read_text()) if path.exists() else {}
+    curves.setdefault(model, {})[str(seed)] = [
+        [
+            DECODES * point["step"],
+            *(
+                point[f"val/evaluation_{window}/{measure}"]
+                for window in ("whole", "blocks", "cache")
+                for measure in ("accuracy", "num_steps")
+            ),
+        ]
+        for point in read_points(folder / "reward_curve.jsonl")
+        if "val/evaluation_whole/accuracy" in point
+    ]
+    write_atomically(path, json.dumps(curves) + "\n")
+
+
+def curve_table(curves: dict[str, Any]) -> str:
+    """Accuracy @ forwards on the validation list by decodes of a task, means over seeds."""
+    at = (4_000, 8_000, 12_000, 16_000, 24_000, 32_000)
+    lines = [["model's tasks", "window", *(f"{count:,}" for count in at)]]
+    for model, seeds in curves.items():
+        size = len(model.split("+"))
+        for column, window in enumerate(("whole", "blocks", "blocks with a cache")):
+            entries = []
+            for count in at:
+                near = [min(one, key=lambda p: abs(p[0] - size * count)) for one in seeds.values()]
+                rate, steps = np.mean([p[1 + 2 * column : 3 + 2 * column] for p in near], axis=0)
+                entries.append(f"{100 * rate:.1f} @ {steps:.1f}")
+            lines.append([model, window, *entries])
+    return table(lines)
+
+
+def report(kept: Path) -> str:
+    """Returns the tables: both contests and the curves."""
+    results = {
+        key: found
+        for key, found in read(Path("docs/results/policies") / NAME, kept).items()
+        if any(cell[0] == "every" for cell in found.correct)
+    }
+    tables = [
+        contests_table(results, policy="every"),
+        summary_table(results, NEAR, policy="every"),
+        curve_table(json.loads(kept.with_suffix(".json").read_text())),
+    ]
+    return "\n".join(tables)
+
+
+if __name__ == "__main__":
+    main()
