@@ -79,6 +79,7 @@ def main() -> None:
     """Makes what is missing, then prints the tables."""
     words = parser(__doc__, 0, 1, 2, 3, 4)
     words.add_argument("--trial", nargs="*", metavar="ARM", help="only these arms [all]")
+    words.add_argument("--task", nargs="+", default=["words", "functions"], help="of --trial")
     words.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     for name in ("addition", "countdown", "functions"):
         words.add_argument(f"--{name}", help=f"folder of the {name} model, see the page")
@@ -105,7 +106,7 @@ def tried(options: argparse.Namespace) -> list[tuple[str, int, Path]]:
     """Makes what the trial lacks; returns arm, seed and results folder of its decodes."""
     runs = []
     for task, arm, seed in itertools.product(
-        ("words", "functions"), options.trial or ARMS, options.train_seeds[:3]
+        options.task, options.trial or ARMS, options.train_seeds
     ):
         folder = options.out / "every_window" / f"{task}-{arm}-s{seed}"
         policy = started(options, task, seed)
