@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from itertools import chain
@@ -442,7 +442,7 @@ class OnlineRollouts:
         )
         engine.occupancy = Occupancy()
         share = -(-len(asked) // ranks.world_size)  # which this process may exceed
-        spent = Counter[str]()
+        spent: dict[str, float] = defaultdict(float)
         records = self.decoded(
             *(engine, asked, ranks), lambda done: report("rollout", min(done, share), share), spent
         )
@@ -464,7 +464,7 @@ class OnlineRollouts:
         asked: Sequence[RolloutPrompt],
         ranks: Ranks,
         report: Callable[[int], None],
-        spent: Counter[str],
+        spent: dict[str, float],
     ) -> list[Trajectory]:
         """Decodes responses on all processes; returns those of all, in the order of the prompts.
 

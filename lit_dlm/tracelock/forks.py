@@ -8,7 +8,6 @@ drawn by how open they are, ``p (1 - p)`` with the probability ``p`` of a commit
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -67,7 +66,7 @@ class ForkedRollouts(OnlineRollouts):
         asked: Sequence[RolloutPrompt],
         ranks: Ranks,
         report: Callable[[int], None],
-        spent: Counter[str],
+        spent: dict[str, float],
     ) -> list[Trajectory]:
         size, seed = self.settings.responses_per_prompt, engine.module.seed
         policy = engine.module.decoders[engine.method].policy
