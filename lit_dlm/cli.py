@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -11,7 +10,7 @@ from importlib import import_module
 from lit_dlm import __version__
 from lit_dlm.config.components import raised_in
 from lit_dlm.system.extras import install_hint
-from lit_dlm.system.terminal import PlainRecord, StderrHandler, printable, show_traceback
+from lit_dlm.system.terminal import printable, show_plainly
 
 # Read by torch: no checkpoint is unpickled, not even parts of sharded ones.
 os.environ.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
@@ -104,9 +103,7 @@ def _run(name: str, rest: list[str]) -> int:
     if module == TRAINER:
         rest = [name, *("--help" if option == "--help_all" else option for option in rest)]
     # Before any library is imported: some have handlers of their own.
-    logging.setLogRecordFactory(PlainRecord)
-    sys.excepthook = show_traceback
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[StderrHandler()])
+    show_plainly()
     # Configurations may name the user's own classes, from files in the working folder.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
 
 from lit_dlm.reports.pages import data_uri
 from lit_dlm.reports.pieces import TokenPieces, tokenizer_of
@@ -15,9 +17,6 @@ from lit_dlm.reports.samples import SampleSet, load_samples, sample_of
 from lit_dlm.reports.summary import summarise_folder
 from lit_dlm.reports.viewer import ViewedSet, viewer_page
 from lit_dlm.trajectories.record import Trajectory
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 HEIGHT = 560  # pixels of the viewer below a cell
 
@@ -67,12 +66,11 @@ class Run:
     folder: Path
 
     @property
-    def results(self) -> DataFrame:
-        """One row per decoded sample, with the columns of its line in the results."""
-        from pandas import DataFrame  # imported here, as it takes half a second
-
+    def results(self) -> Any:
+        """A pandas ``DataFrame``: a row per decoded sample, columns as in the lines on disk."""
         results = ResultFolder(self.folder / "results")
-        return DataFrame([asdict(row) for pair in results.pairs() for row in results.rows(*pair)])
+        rows = [asdict(row) for pair in results.pairs() for row in results.rows(*pair)]
+        return pa.Table.from_pylist(rows).to_pandas()
 
     def records(self, **chosen: Any) -> list[Trajectory]:
         """Returns its trajectories: all, or what options of :func:`load_samples` choose."""

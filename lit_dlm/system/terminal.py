@@ -55,6 +55,13 @@ class StderrHandler(logging.StreamHandler[Any]):
         super().emit(record)
 
 
+def show_plainly() -> None:
+    """Shows log records and tracebacks of this process as printable text."""
+    logging.setLogRecordFactory(PlainRecord)
+    sys.excepthook = show_traceback
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[StderrHandler()])
+
+
 def show_traceback(*raised: Any) -> None:
     """Prints a traceback as printable text; a ``sys.excepthook``."""
     sys.stderr.write(printable("".join(traceback.format_exception(*raised))))

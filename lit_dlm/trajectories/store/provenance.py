@@ -20,7 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import lit_dlm
 from lit_dlm.system.files import write_atomically
 from lit_dlm.trajectories.format import canonical_json
 from lit_dlm.trajectories.record import TrajectoryFormatError
@@ -168,7 +167,7 @@ def hardware() -> dict[str, Any]:
 
 def _own_version() -> dict[str, Any]:
     """Our version, and the commit if the package is in the work tree of its own repository."""
-    package = Path(lit_dlm.__file__).resolve().parent
+    package = Path(__file__).resolve().parents[2]
     own: dict[str, Any] = {"lit_dlm": _version("lit-dlm"), "commit": None, "dirty": None}
     # An installed package may lie inside the repository of somebody's project.
     root = _git(package, "rev-parse", "--show-toplevel")
