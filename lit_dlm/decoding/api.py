@@ -7,7 +7,7 @@ decodes a prompt changes neither its noise nor its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -44,6 +44,9 @@ class WorkQueue:
     compute. All processes must create their shared queues in the same order.
     """
 
+    is_open: bool = False
+    """Whether more may come: such a queue is asked before every step, see :func:`decode_stream`."""
+
     def __init__(self, size: int, *, shared: bool = False) -> None:
         self.size = size
         self.num_processes = dist.get_world_size() if shared and dist.is_initialized() else 1
@@ -72,6 +75,10 @@ class WorkQueue:
         """Takes what the next call of :meth:`take` will return; returns whether there is any."""
         self._reserved = self.take(number)
         return bool(self._reserved)
+
+    def abandoned(self) -> Collection[int]:
+        """Numbers of an open queue whose responses nobody waits for any longer."""
+        return ()
 
     def slots(self, most: int) -> int:
         """Returns how many rows each process decodes together, so that every one gets some."""
@@ -197,6 +204,8 @@ def decode_stream(
 
     Args:
         prompt: returns the prompt with a number; called when there is room for it.
+        queue: of an open one, responses are yielded as they end, those that it abandons
+            unfinished. The decode ends when none is left.
         batch_size: rows decoded together; a batch but the last has at least as many responses.
         detokenizer: makes the texts; without one there are only ids.
         observers: see every step; those that cannot follow a refill need a queue of one batch.
@@ -243,18 +252,26 @@ def decode_stream(
         responses = detokenizer(response, prefilled)
         return DecodedRows(numbers, joined, responses, is_last=not begun)
 
+    def abandoned() -> list[int]:
+        gone = queue.abandoned()
+        return [slot for slot, number in number_in.items() if number in gone]
+
+    num_slots = queue.slots(batch_size)
     decoded = decode_queue(
         backbone,
         decoder,
         source,
-        num_slots=queue.slots(batch_size),
+        num_slots=num_slots,
         observers=cast(Sequence[QueueObserver], observers),
+        is_open=queue.is_open,
+        abandoned=abandoned,
     )
     try:
         for result in decoded:
-            ended = [number_in[slot] for slot in result.rows]
-            # At the end of the queue fewer rows enter than have ended.
-            number_in.update(zip(result.rows, entering, strict=False))
+            free = [slot for slot in range(num_slots) if slot not in number_in]
+            ended = [number_in.pop(slot) for slot in result.rows]
+            # Of a queue at its end fewer rows enter than have ended, of an open one perhaps more.
+            number_in.update(zip([*result.rows, *free], entering, strict=False))
             entering.clear()
             for number in ended:
                 one = begun.pop(number)
@@ -265,7 +282,7 @@ def decode_stream(
             results.append(result)
             # Single rows end at any step: their results are gathered, so that what follows (texts,
             # records, grades) is done for many at once.
-            if len(numbers) >= batch_size:
+            if len(numbers) >= batch_size or (numbers and queue.is_open):
                 yield gathered()
                 numbers, results = [], []
         if numbers:

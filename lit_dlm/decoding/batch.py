@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import count, islice
 
 import torch
 
@@ -16,6 +17,7 @@ from lit_dlm.decoding.state import (
     BROKEN,
     RUNNING,
     STATUS,
+    STEP_LIMIT,
     Canvas,
     DecodeResult,
     DecodeState,
@@ -146,9 +148,24 @@ class Batch:
             self.ended.append(self._result(ended))
         return ended
 
-    def refill(self, ended: list[int], canvas: Canvas) -> tuple[DecodeResult, DecodeState]:
-        """Replaces ended rows; returns the result of all that have ended, and the new rows."""
+    def abandon(self, slots: Collection[int]) -> None:
+        """Ends rows by their slots, as if their steps were used up."""
+        for row, place in enumerate(self.rows):
+            if place.slot in slots and self.status[row] == RUNNING:
+                self.status[row] = STEP_LIMIT
+                self.state.status[row] = STEP_LIMIT
+
+    def refill(self, ended: list[int], canvas: Canvas | None) -> tuple[DecodeResult, DecodeState]:
+        """Replaces ended rows; returns the result of all that have ended, and the new rows.
+
+        If more rows enter than have ended, the batch grows: these get the lowest free slots.
+        """
         result = self.result()
+        if canvas is None:
+            return result, self.state.take(row_index([], self.state.ids.device))
+        if (num_more := len(canvas.ids) - len(ended)) > 0:
+            ended = self._with_room(ended, num_more)
+        ended = ended[: len(canvas.ids)]
         state, entering = self.state, self._decoder.begin(self._backbone, canvas)
         slots = [self.rows[row].slot for row in ended]
         for row, entered in zip(ended, self._entered(entering, slots), strict=True):
@@ -167,7 +184,7 @@ class Batch:
         index = row_index(ended, state.ids.device)
         # New rows take over slots and not numbers of their own, as observers and results know rows
         # by slots.
-        entering = replace(entering, rows=state.rows[index])
+        entering = replace(entering, rows=row_index(slots, state.ids.device))
         # No mask means no padding. Once either has some, both need one, else they cannot be joined.
         if state.pad_mask is not None or entering.pad_mask is not None:
             state, entering = (
@@ -178,10 +195,31 @@ class Batch:
         self._forwards.put(ended, self.state, by=by)
         return result, entering
 
+    def _with_room(self, ended: list[int], number: int) -> list[int]:
+        """Makes room in the lowest free slots; returns the places of the ended rows and of these.
+
+        Until it is replaced, a new row is a copy of another.
+        """
+        row_in = {row.slot: place for place, row in enumerate(self.rows)}
+        taken = {self.rows[row].slot for row in self.running}
+        slots = [self.rows[row].slot for row in ended]
+        slots += islice((slot for slot in count() if slot not in taken), number)
+        order = sorted({*row_in, *slots})
+        frozen = {self.rows[row].slot for row in self.frozen}.difference(slots)
+        if len(order) > len(self.rows):
+            self._arrange([row_in.get(slot, 0) for slot in order])
+            self.rows = [
+                replace(row, slot=slot) for row, slot in zip(self.rows, order, strict=True)
+            ]
+        self.frozen = {order.index(slot) for slot in frozen}
+        return [order.index(slot) for slot in slots]
+
     def drop(self, ended: list[int]) -> None:
         """Lets rows that have ended leave the batch."""
-        kept = [row for row in range(len(self.rows)) if row not in set(ended)]
-        # In the order of their slots, which observers rely on.
+        self._arrange([row for row in range(len(self.rows)) if row not in set(ended)])
+
+    def _arrange(self, kept: list[int]) -> None:
+        """Keeps these rows, in the order of their slots, which observers rely on."""
         index = row_index(kept, self.state.ids.device)
         self.state = self._kept(self.state.take(index))
         self._forwards.take(kept, index)
@@ -191,7 +229,7 @@ class Batch:
 
     def result(self) -> DecodeResult:
         """Returns the result of the rows that have ended since the last one, by their slots."""
-        ended, self.ended = self.ended, []
+        ended, self.ended = self.ended or [self._result([])], []
         # Rows end in any order, and may have ended under canvases of different widths.
         joined = DecodeResult.joined(ended, pad_id=self._backbone.spec.pad_id)
         return replace(joined.by_slot(), num_forwards=self._forwards.num_forwards)

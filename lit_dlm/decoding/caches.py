@@ -244,7 +244,7 @@ class Forwards:
         return (columns == self._first_cells[:, None]) & state.masked
 
     def take(self, kept: Sequence[int], index: Tensor) -> None:
-        """Keeps the rows ``kept`` and drops all others; ``index`` is ``kept`` on the device."""
+        """Keeps the rows ``kept``, some perhaps twice; ``index`` is ``kept`` on the device."""
 
     def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
         """Puts new rows in slots; the canvas has grown by ``by`` columns on the left."""
@@ -298,9 +298,12 @@ class CacheSession(Forwards):
         self._commits_first = spec.shift == 1 and scheme.commits_first
         self._rows = [CachedRow(first=first) for first in self._first_columns(state)]
         self._plans: list[WindowPlan] = []  # the forwards of the coming step, unless bucketed
-        # The plan of a bucket, then first cells; as large as any, since graphs read it there.
-        size = 8 * (MOST_TOKENS + len(self._rows)) * self._canvas.is_padded
-        self._numbers = torch.empty(size, dtype=torch.long, device=state.ids.device)
+        self._numbers = self._room(len(self._rows), state.ids.device)
+
+    def _room(self, num_rows: int, device: torch.device) -> Tensor:
+        """For the plan of a bucket, then first cells; as large as any, as graphs read it there."""
+        size = 8 * (MOST_TOKENS + num_rows) * self._canvas.is_padded
+        return torch.empty(size, dtype=torch.long, device=device)
 
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
         # What a step computes depends on where its rows are. The host knows that since the look, so
@@ -350,7 +353,10 @@ class CacheSession(Forwards):
 
     def take(self, kept: Sequence[int], index: Tensor) -> None:
         self._canvas.take(index)
-        self._rows = [self._rows[row] for row in kept]
+        if len(kept) > len(self._rows):
+            self._numbers = self._room(len(kept), index.device)
+        # Copies: a row that was taken twice makes room for another.
+        self._rows = [replace(self._rows[row]) for row in kept]
 
     def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
         self._canvas.shift(by)

@@ -81,6 +81,15 @@ class GraphedBatch(Batch):
                 old.copy_(torch.where(rows, new, old))  # a frozen row stays as it ended
         return decision.record
 
+    def _with_room(self, ended: list[int], number: int) -> list[int]:
+        # A size is worth its graphs only if it lasts: the batch doubles, and shrinks by halves.
+        spare = max(len(self.rows) - number, 0) if number > len(self.frozen) else 0
+        places = super()._with_room(ended, number + spare)
+        places, unused = places[: len(places) - spare], places[len(places) - spare :]
+        self.abandon([self.rows[row].slot for row in unused])
+        self.frozen.update(unused)
+        return places
+
     def drop(self, ended: list[int]) -> None:
         self.frozen.update(ended)
         # Half of the slots are worth new graphs: a frozen row still costs its share of the head.

@@ -7,7 +7,7 @@ Trace generation, benchmarks, rollouts and validation samples all go through
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -43,6 +43,8 @@ def decode_queue(
     *,
     num_slots: int,
     observers: Sequence[QueueObserver] = (),
+    is_open: bool = False,
+    abandoned: Callable[[], Collection[int]] = tuple,
 ) -> Iterator[DecodeResult]:
     """Fills canvases row by row as slots become free (continuous batching).
 
@@ -51,13 +53,18 @@ def decode_queue(
     row's results depend neither on its slot nor on the other rows of the batch.
 
     Args:
-        source: returns a canvas of as many rows as requested, or of fewer if no more are left, or
-            ``None``. Its rows replace ended ones in the order of their slots; all responses have
-            the same length.
+        source: returns a canvas of as many rows as requested, or of fewer or ``None`` if no more
+            are left, then and whenever it is asked again. Its rows replace ended ones in the order
+            of their slots; all responses have the same length.
+        is_open: whether the source may have more later: it is then asked before every step if a
+            slot is free. Rows take the slots of ended ones first, then free ones from the lowest
+            on. The decode ends when no row is left.
+        abandoned: returns the slots whose rows are to end before the next step, unfinished.
 
     Yields:
         Whenever rows are replaced, the rows that have ended since the last result; at the end, all
-        others. If an observer ends the decode, only those that have ended by then.
+        others. With an open source, rows as they end, and none where others only enter. If an
+        observer ends the decode, only those that have ended by then.
     """
     # What does not fit is refused here, before the first forward of a long run.
     decoder.check(backbone)
@@ -66,8 +73,6 @@ def decode_queue(
     canvas = source(num_slots)
     if canvas is None:
         return
-    # A source that returned fewer rows than requested is empty and is not asked again.
-    has_more = len(canvas.ids) == num_slots
     is_stopped = False  # by an observer
     backbone = decoder.guided(backbone)
     batch_class = GraphedBatch if runs_graphed(backbone, decoder) else Batch
@@ -80,28 +85,23 @@ def decode_queue(
     while True:
         # 1. Ended rows leave, between a look and the next step: only then does the host know which
         # they are, and no forward computes a row that has ended.
+        batch.abandon(abandoned())
         ended = batch.end_rows()
         # Rows that ended in the step in which an observer stopped the decode are still handed out;
         # the others have no complete result.
         if is_stopped:
             break
-        if ended:
+        if num_free := len(ended) + (num_slots - len(batch.running)) * is_open:
             # 2. Others enter.
-            canvas = source(len(ended)) if has_more else None
+            canvas = source(num_free)
             num_new = 0 if canvas is None else len(canvas.ids)
-            has_more = num_new == len(ended)
-            if canvas is not None:
-                result, entering = batch.refill(ended[:num_new], canvas)
-                # First what has ended, then what takes over its slots: observers tell rows by their
-                # slots, which mean other rows from here on.
-                for observer in observers:
-                    observer.on_refill(result, entering)
-                yield result
-            elif len(ended) == len(batch.running):
+            if canvas is None and len(ended) == len(batch.running):
                 break
-            # Once the source is empty the batch shrinks: a row without work would still cost a row
-            # in every later forward.
-            if not has_more:
+            if canvas is not None or (ended and is_open):
+                yield _refilled(batch, ended, canvas, observers)
+            # Without a new one the batch shrinks: a row without work would still cost a row in
+            # every later forward.
+            if ended[num_new:]:
                 batch.drop(ended[num_new:])
             if canvas is not None:
                 batch.look()  # rows that have entered may have nothing to fill
@@ -129,3 +129,15 @@ def decode_queue(
         for observer in observers:
             observer.on_end(result)
         yield result
+
+
+def _refilled(
+    batch: Batch, ended: list[int], canvas: Canvas | None, observers: Sequence[QueueObserver]
+) -> DecodeResult:
+    """Replaces ended rows by those of a canvas, if any; returns the result of all that ended."""
+    result, entering = batch.refill(ended, canvas)
+    # First what has ended, then what takes over its slots: observers tell rows by their slots,
+    # which mean other rows from here on.
+    for observer in observers:
+        observer.on_refill(result, entering)
+    return result

@@ -100,7 +100,7 @@ class DeviceTable:
 
 def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
     """``(n,)`` int64: row numbers moved to a device, without the host waiting."""
-    return torch.tensor(rows).to(device, non_blocking=True)
+    return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True)
 
 
 def gather_rows(rows: Tensor, columns: Tensor) -> Tensor:

@@ -112,17 +112,44 @@ def streamed(
     length: int,
     num_slots: int,
     *observers: QueueObserver,
+    queue: WorkQueue | None = None,
 ) -> Iterator[DecodedRows]:
     """Decodes prompts in a batch of some rows, which are replaced as they end."""
     return decode_stream(
         backbone,
         decoder,
-        WorkQueue(len(prompts)),
+        queue or WorkQueue(len(prompts)),
         lambda number: DecodePrompt(str(number), prompts[number], 100 + number),
         response_length=length,
         batch_size=num_slots,
         observers=observers,
     )
+
+
+class Arrivals(WorkQueue):
+    """An open queue into which one prompt comes every other step; of some, nobody waits long."""
+
+    is_open = True
+
+    def __init__(self, size: int, num_slots: int, abandoned: Sequence[int] = ()) -> None:
+        super().__init__(num_slots)
+        self.num_prompts, self.gone = size, abandoned
+        self.at_work: list[int] = []  # rows at each step
+        self._steps = self._entered = 0
+
+    def take(self, number: int) -> list[int]:
+        self._steps += 1
+        self.at_work.append(self.size - number)
+        first = self._entered
+        self._entered = max(min(1 + self._steps // 2, self.num_prompts, first + number), first)
+        return list(range(first, self._entered))
+
+    def abandoned(self) -> Sequence[int]:
+        return self.gone if self._steps % 3 == 0 else ()
+
+    @property
+    def is_over(self) -> bool:
+        return self._entered == self.num_prompts
 
 
 def as_rows_alone(

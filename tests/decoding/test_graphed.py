@@ -16,7 +16,7 @@ from lit_dlm.tracelock.policy import TraceLockPolicy
 from tests.decoding.cases import CASES, FULL
 from tests.decoding.models import SPARSE, in_blocks, scorer, tiny_backbone
 from tests.decoding.ragged import MORE, PROMPTS, everything_of
-from tests.decoding.states import Recorder, everything, streamed
+from tests.decoding.states import Arrivals, Recorder, everything, streamed
 from tests.graphs import EmulatedGraph, FreedMemoryError, HostReadError, emulated
 
 RAGGED = {**CASES, **MORE}
@@ -134,6 +134,29 @@ def test_a_batch_moves_to_half_of_its_slots(monkeypatch):
         monkeypatch.setattr(Batch, "drop", watched)
         assert everything(decoder, backbone, PROMPTS, 12, 8)[0] == expected[0]
     assert sizes[0] <= 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_enter_while_others_decode(kind, monkeypatch):
+    """The batch doubles, frozen rows are taken over, and one row is given up."""
+    changes, parts = KINDS[kind]
+    decoder, backbone = d.Decoder(**parts), tiny_backbone(**changes)
+
+    def run():
+        queue, found = Arrivals(len(PROMPTS), 6, abandoned=[3]), {}
+        while not queue.is_over:
+            for ended in streamed(decoder, backbone, PROMPTS, 12, 6, queue=queue):
+                result = ended.result
+                for row, number in enumerate(ended.numbers):
+                    steps = int(result.num_steps[row])
+                    found[number] = (result.ids[row, result.start :].tolist(), steps)
+        return found
+
+    expected, found = both(monkeypatch, run)
+    assert found == expected
+    whole = tokens(decoder, backbone)
+    assert found.keys() == whole.keys()
+    assert {number for number in found if found[number] != whole[number]} <= {3}
 
 
 @pytest.mark.parametrize("kind", KINDS)

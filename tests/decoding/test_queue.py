@@ -17,7 +17,7 @@ from lit_dlm.decoding.api import Occupancy, WorkQueue, length_buckets
 from tests.backbones.reference import slow_varlen_attn
 from tests.decoding.cases import CASES
 from tests.decoding.models import tiny_backbone
-from tests.decoding.states import Recorder, streamed
+from tests.decoding.states import Arrivals, Recorder, streamed
 
 RESPONSE = 12
 LENGTHS = [9, 8, 30, 2, 1, 7, 3, 31, 2, 1, 5, 6, 12, 1, 1]
@@ -36,10 +36,12 @@ def rows(
     num_slots: int,
     *observers: Any,
     prompts: list[list[int]] = PROMPTS,
+    queue: WorkQueue | None = None,
 ) -> dict[int, tuple]:
     """All that a prompt gets, by its number."""
     found: dict[int, tuple] = {}
-    for ended in streamed(decoder, backbone, prompts, RESPONSE, num_slots, *observers):
+    options = {"queue": queue}
+    for ended in streamed(decoder, backbone, prompts, RESPONSE, num_slots, *observers, **options):
         result = ended.result
         for row, number in enumerate(ended.numbers):
             assert number not in found
@@ -68,6 +70,20 @@ def test_any_number_of_places_gives_the_rows_that_one_place_gives(case):
     assert len({row[1] for row in found.values()}) > 1 or is_even
     assert rows(*built(case), 3) == found
     assert rows(*built(case), 64, Recorder("hidden", "region", "entropy")) == found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_that_enter_while_others_decode_are_those_of_one_place(case):
+    """The batch grows and shrinks; a prompt that is given up takes no more steps."""
+    queue, found = Arrivals(len(PROMPTS), 4, abandoned=[2, 5]), {}
+    while not queue.is_over:
+        found |= rows(*built(case), 4, queue=queue)
+    expected = alone(case)
+    assert found.keys() == expected.keys()
+    given_up = {number for number, row in found.items() if row != expected[number]}
+    assert given_up <= {2, 5}
+    assert all(found[number][1] < expected[number][1] for number in given_up)
+    assert len(set(queue.at_work)) > 2
 
 
 def count_windows(backbone: HFBackbone, monkeypatch: pytest.MonkeyPatch) -> list[int]:
