@@ -101,7 +101,7 @@ def generate(
     # A sample's noise follows from its name: with uids, responses do not depend on the order.
     names = list(map(str, range(len(prompts)))) if uids is None else uids
     encoded = [
-        DecodePrompt(uid, _token_ids(number, prompt, tokenizer), sample_seed(seed, uid))
+        DecodePrompt(uid, token_ids(number, prompt, tokenizer), sample_seed(seed, uid))
         for number, (uid, prompt) in enumerate(zip(names, prompts, strict=True))
     ]
     done = Generations([], [], [], decoder=decoder.describe(), tokenizer=tokenizer)
@@ -150,7 +150,8 @@ def _in_order(done: Generations, order: list[int]) -> Generations:
     return replace(done, **lists)
 
 
-def _token_ids(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+def token_ids(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Returns a prompt as the model receives it; errors name it by its number."""
     if not isinstance(prompt, str) and isinstance(prompt[0], int):
         return [int(cast(int, token)) for token in prompt]
     if tokenizer is None:

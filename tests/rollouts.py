@@ -24,11 +24,12 @@ from lit_dlm.decoding import (
     decode,
     prompt_canvas,
 )
+from lit_dlm.decoding.api import SampledWrites
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import Advantage, GroupZScore
 from lit_dlm.rl.batch import RolloutBatch
 from lit_dlm.rl.module import TraceRLModule
-from lit_dlm.rl.rollout import SAMPLED, SampledLogProb, ScoredRollout
+from lit_dlm.rl.rollout import SAMPLED, ScoredRollout
 from lit_dlm.rl.step import Estimates, MicroBatch, estimate_advantages, score_batches, shard_samples
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import TrajectoryCapture
@@ -95,7 +96,7 @@ def decoded(
     prompts = [
         torch.randint(3, VOCAB, (1 + row % 4,), generator=generator) for row in range(count // 2)
     ]
-    capture, sampled = TrajectoryCapture(vocab_size=VOCAB), SampledLogProb()
+    capture, sampled = TrajectoryCapture(vocab_size=VOCAB), SampledWrites()
     canvas = prompt_canvas(
         [prompt for prompt in prompts for _ in range(2)],
         response_length=G,
@@ -116,7 +117,7 @@ def decoded(
     records = capture.trajectories([f"r{step}.{row}" for row in range(len(metas))], metas)
     return [
         replace(record, signals={SAMPLED: row})
-        for record, row in zip(records, sampled.ended().numpy(), strict=True)
+        for record, row in zip(records, sampled.ended()[..., 0].numpy(), strict=True)
     ]
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.decoding import ConfidencePolicy, Decoder
-from lit_dlm.decoding.api import length_buckets
+from lit_dlm.decoding.api import cut_at, length_buckets
 from lit_dlm.generation import generate
 from lit_dlm.likelihood import log_likelihood_bound
 from lit_dlm.reports.results import drop_torn_line
@@ -165,7 +165,7 @@ class DiffusionLM(TemplateLM):
             ]
         answers = self._answered(keys, batches, decode, "decoding", is_quiet=disable_tqdm)
         self.num_steps += [answer["num_steps"] for answer in answers]
-        return [_cut(answer["text"], until) for answer, until in zip(answers, cuts, strict=True)]
+        return [cut_at(answer["text"], until) for answer, until in zip(answers, cuts, strict=True)]
 
     def _loglikelihood_tokens(
         self,
@@ -299,8 +299,3 @@ def _numbered(keys: Sequence[str]) -> list[str]:
         named.append(f"{key}#{seen[key]}" if seen[key] else key)
         seen[key] += 1
     return named
-
-
-def _cut(text: str, until: Sequence[str]) -> str:
-    ends = [text.find(stop) for stop in until if stop and stop in text]
-    return text[: min(ends)] if ends else text

@@ -29,6 +29,7 @@ from lit_dlm.decoding.state import (
     StepRecord,
     prompt_canvas,
 )
+from lit_dlm.tensors.batches import row_index
 from lit_dlm.vision.pictures import picture_to_text
 
 if TYPE_CHECKING:
@@ -108,6 +109,54 @@ class Occupancy(QueueObserver):
         return self.row_steps / max(self.slot_steps, 1)
 
 
+class SampledWrites(QueueObserver):
+    """Observer that keeps how each response token was written.
+
+    That are the log-probability with which it was drawn and the step. In greedy decodes, whose
+    tokens are not drawn, it is the model's own. An open decode needs the number of its slots.
+    """
+
+    requires: frozenset[str] = frozenset({"drawn"})
+
+    def __init__(self, num_slots: int | None = None) -> None:
+        self._num_slots = num_slots
+        self._table = torch.empty(0, dtype=torch.float32)  # (B, G, 2), by slot
+        self._ended: list[Tensor] = []
+
+    def on_start(self, state: DecodeState) -> None:
+        shape = (self._num_slots or len(state.rows), state.ids.shape[1] - state.start, 2)
+        self._table = torch.full(shape, torch.nan, dtype=torch.float32, device=state.ids.device)
+        self._ended = []
+
+    def on_step(self, record: StepRecord) -> None:
+        state, region = record.state, slice(record.state.start, None)
+        written = (record.new_ids != state.ids)[:, region, None]
+        # After temperature and filters, even where raw scores decide the order of writing: it is
+        # compared with the training forward, which has this temperature.
+        assert record.proposal.drawn is not None
+        log_prob = record.proposal.drawn[:, region].float().log()
+        # What an end-of-text fill wrote was not drawn.
+        log_prob = torch.where(record.commit[:, region], log_prob, torch.nan)
+        new = torch.stack([log_prob, state.step[:, None].expand_as(log_prob)], -1)
+        before: Tensor = self._table[state.rows]
+        self._table.index_copy_(0, state.rows, torch.where(written, new, before))
+
+    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
+        self.on_end(result)
+        self._table.index_fill_(0, state.rows, torch.nan)
+
+    def on_end(self, result: DecodeResult) -> None:
+        self._ended.append(self._table[row_index(result.rows, self._table.device)])
+
+    def ended(self) -> Tensor:
+        """Returns ``(n, G, 2)`` float32 of rows that ended since the last call.
+
+        Log-probabilities, NaN: not drawn; and steps, NaN: not written.
+        """
+        ended, self._ended = self._ended, []
+        return torch.cat(ended)
+
+
 def text_cells(response: Tensor, eos_ids: Sequence[int], prefilled: Tensor) -> Tensor:
     """``(B, G)`` bool: the cells before the first end of text, and all prefilled cells.
 
@@ -122,6 +171,11 @@ def text_cells(response: Tensor, eos_ids: Sequence[int], prefilled: Tensor) -> T
     ends = (is_end & ~prefilled).cumsum(1)
     before = torch.where(prefilled, ends, 0).cummax(1).values  # left of the last prefilled cell
     return (ends == before) | prefilled
+
+
+def cut_at(text: str, stops: Sequence[str]) -> str:
+    """Returns a text up to the first of some strings that it contains."""
+    return text[: min((text.find(stop) for stop in stops if stop and stop in text), default=None)]
 
 
 class Detokenizer:

@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
-from lit_dlm.decoding.api import DecodePrompt, Occupancy, WorkQueue, decode_stream, prompt_limit
-from lit_dlm.decoding.state import QueueObserver
+from lit_dlm.decoding.api import (
+    DecodePrompt,
+    Occupancy,
+    SampledWrites,
+    WorkQueue,
+    decode_stream,
+    prompt_limit,
+)
 from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.predict.decode import image_facts
 from lit_dlm.rewards import Rewarder
@@ -136,7 +139,7 @@ class RolloutEngine:
         # prompts and step counts.
         module, order = self.module, self._by_expected_steps(prompts)
         capture = module.rollout_capture(self.method)
-        sampled = SampledLogProb()
+        sampled = SampledWrites()
         found: list[Trajectory] = []
 
         def prompt(number: int) -> DecodePrompt:
@@ -160,7 +163,7 @@ class RolloutEngine:
                 for one, num_tokens in zip(ended, rows.responses.num_tokens, strict=True)
             ]
             records = capture.trajectories([one.uid for one in ended], metas)
-            log_probs = sampled.ended().cpu().numpy()
+            log_probs = sampled.ended()[..., 0].cpu().numpy()
             for record, log_prob in zip(records, log_probs, strict=True):
                 found.append(replace(record, signals={**record.signals, SAMPLED: log_prob}))
             report(len(found))
@@ -201,49 +204,6 @@ class RolloutEngine:
             )
             for prompt, record, text, length in zip(prompts, records, texts, lengths, strict=True)
         ]
-
-
-class SampledLogProb(QueueObserver):
-    """Observer that keeps the log-probability with which each response token was drawn.
-
-    In greedy decodes, whose tokens are not drawn, it is the model's own.
-    """
-
-    requires: frozenset[str] = frozenset({"drawn"})
-
-    def __init__(self) -> None:
-        self._table = torch.empty(0, dtype=torch.float32)  # (B, G), by slot
-        self._ended: list[Tensor] = []
-
-    def on_start(self, state: DecodeState) -> None:
-        shape = (len(state.rows), state.ids.shape[1] - state.start)
-        self._table = torch.full(shape, torch.nan, dtype=torch.float32, device=state.ids.device)
-        self._ended = []
-
-    def on_step(self, record: StepRecord) -> None:
-        state, region = record.state, slice(record.state.start, None)
-        written = (record.new_ids != state.ids)[:, region]
-        # After temperature and filters, even where raw scores decide the order of writing: it is
-        # compared with the training forward, which has this temperature.
-        assert record.proposal.drawn is not None
-        log_prob = record.proposal.drawn[:, region].float().log()
-        # What an end-of-text fill wrote was not drawn.
-        new = torch.where(record.commit[:, region], log_prob, torch.nan)
-        before: Tensor = self._table[state.rows]
-        self._table.index_copy_(0, state.rows, torch.where(written, new, before))
-
-    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
-        self.on_end(result)
-        self._table.index_fill_(0, state.rows, torch.nan)
-
-    def on_end(self, result: DecodeResult) -> None:
-        index = torch.tensor(result.rows).to(self._table.device, non_blocking=True)
-        self._ended.append(self._table[index])
-
-    def ended(self) -> Tensor:
-        """Returns ``(n, G)`` float32 of rows that ended since the last call; NaN: not drawn."""
-        ended, self._ended = self._ended, []
-        return torch.cat(ended)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,7 @@ import torch
 import lit_dlm.decoding as d
 from lit_dlm.callbacks.discrimination import DiscriminationObserver
 from lit_dlm.decoding import BlockWindow, Decoder
-from lit_dlm.decoding.api import Occupancy
-from lit_dlm.rl.rollout import SampledLogProb
+from lit_dlm.decoding.api import Occupancy, SampledWrites
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
 from tests.decoding.models import tiny_backbone
 from tests.decoding.states import decoded, streamed
@@ -90,7 +89,7 @@ def _filled(wrap: Callable[[Any], Any]) -> Any:
 
 
 def _drawn(wrap: Callable[[Any], Any]) -> Any:
-    sampled, decoder = SampledLogProb(), DECODER.replace(sampler=d.Sampler(temperature=1.0))
+    sampled, decoder = SampledWrites(), DECODER.replace(sampler=d.Sampler(temperature=1.0))
     rows = streamed(decoder, tiny_backbone(), PROMPTS, 12, 3, wrap(sampled))
     return [sampled.ended().tolist() for _ in rows]
 

@@ -23,7 +23,7 @@ from lit_dlm.decoding import (
     decode,
     prompt_canvas,
 )
-from lit_dlm.rl.rollout import SampledLogProb
+from lit_dlm.decoding.api import SampledWrites
 from lit_dlm.tracelock.network import AcceptanceConfig
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
@@ -77,7 +77,7 @@ DECODERS = {
 }
 
 
-class Watch(SampledLogProb):
+class Watch(SampledWrites):
     """Keeps the scores of every step, too."""
 
     def on_start(self, state: Any) -> None:
