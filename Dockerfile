@@ -25,7 +25,7 @@ COPY lit_dlm lit_dlm
 COPY datamodules datamodules
 COPY callbacks callbacks
 COPY configs configs
-RUN pip install --constraint constraints.txt '.[code,log]'
+RUN pip install --constraint constraints.txt '.[code,log,serve]'
 
 # Model-written code runs in a sandbox, which wants no root: `lit-dlm doctor` says which one there is.
 RUN useradd --create-home user && mkdir /work && chown user /work

@@ -26,7 +26,7 @@ $(VENV)/.runs: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.runs
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,code,log,docs]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,code,log,docs,serve]'
 	@touch $@
 
 install: $(VENV)/.installed  ## Make .venv and install the project with its development tools

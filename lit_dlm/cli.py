@@ -26,6 +26,7 @@ COMMANDS = {
     "predict": (TRAINER, "decode the prompts of tasks: benchmarks and trajectories"),
     "generate": ("lit_dlm.commands.generation", "decode prompts of the command line or stdin"),
     "chat": ("lit_dlm.commands.chat", "talk with a model and watch it unmask"),
+    "serve": ("lit_dlm.commands.serve", "a model behind OpenAI's interface, for many at once"),
     "eval": ("lit_dlm.commands.evaluation", "tasks of lm-eval with our decoders"),
     "evalplus": ("lit_dlm.commands.evalplus", "answers of a benchmark as samples of EvalPlus"),
     "export": ("lit_dlm.commands.export", _EXPORT),

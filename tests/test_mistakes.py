@@ -216,10 +216,12 @@ def test_a_mistake_is_one_line(command: str, told: str, folder: Path, refusal):
         (f"{SFT} --model.backbone.load_in_4bit true", "bitsandbytes", "bitsandbytes>=0.45"),
         (f"{SFT} --config method/adamw_8bit", "bitsandbytes", "bitsandbytes>=0.45"),
         ("eval --tasks [gsm8k]", "lm_eval", "lm-eval[ifeval]>=0.4.13"),
+        ("serve tiny", "uvicorn", "uvicorn>=0.30"),
     ],
 )
 def test_a_missing_package_is_named(command: str, module: str, wanted: str, monkeypatch, refusal):
-    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+    ours = "lit_dlm.serve.api"  # imports some where a command could not
+    for name in [one for one in sys.modules if one.split(".")[0] == module or one == ours]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     # Lightning looks once what is installed.

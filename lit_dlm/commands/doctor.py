@@ -22,6 +22,7 @@ _GB = 10**9
 _EXTRAS = {
     "code": "MBPP+ cannot be graded",
     "eval": "'lit-dlm eval' and the IFEval task of lm-eval do not run",
+    "serve": "'lit-dlm serve' does not run",
     "pictures": "the embedded picture model cannot be trained again",
     "quantized": "no weights of 4 bits and no AdamW of 8 bits",
     "log": "metrics go to CSV files alone, not to TensorBoard or Weights & Biases",

@@ -12,7 +12,10 @@ import lit_dlm
 from lit_dlm.config.components import Component
 from lit_dlm.config.names import NAMES
 
-OPTIONAL = {"lit_dlm.commands.lm_eval", "lit_dlm.commands.evaluation"}  # lm-eval
+OPTIONAL = {
+    *("lit_dlm.commands.lm_eval", "lit_dlm.commands.evaluation"),  # lm-eval
+    "lit_dlm.serve.api",  # FastAPI
+}
 
 
 def test_every_name_is_a_class_where_the_table_says():

@@ -1,0 +1,1 @@
+"""A server with OpenAI's interface: the thread that decodes, and the application before it."""
