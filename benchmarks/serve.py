@@ -31,8 +31,8 @@ from lit_dlm.toy import WordProblems
 @contextmanager
 def serving(engine: Engine, model: str, response_length: int) -> Iterator[str]:
     """Serves in threads of this process; yields where."""
-    options = {"response_length": response_length, "seed": 0, "api_key": None}
-    server = Server(application(engine, model, **options), engine, welcome="")
+    app = application(engine, model, response_length=response_length, seed=0, api_key=None)
+    server = Server(app, engine, welcome="")
     listening = socket.create_server(("127.0.0.1", 0))
     thread = Thread(target=server.run_until_closed, args=(listening,))
     thread.start()
@@ -99,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "clients_tokens_per_second": num_tokens / wall["clients"],
         "ratio": wall["batch"] / wall["clients"],
         "ratio_of_cpu_seconds": cpu["batch"] / cpu["clients"],
-        "equal_percent": 100 * sum(map(str.__eq__, texts, done.texts)) / len(texts),
+        "equal_percent": 100
+        * sum(a == b for a, b in zip(texts, done.texts, strict=True))
+        / len(texts),
     }
     measurement.tell({**report, **vars(args)} if args.json else report, as_json=args.json)
 

@@ -102,13 +102,13 @@ class Reply:
         self._id, self._created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
         self._told: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self._num_tokens = self._num_steps = 0
-        hear = partial(asyncio.get_running_loop().call_soon_threadsafe, self._hear)
+        self._loop = asyncio.get_running_loop()
         # Named as in ``generate``, so that a seed gives what it gives there.
         self.rows = [
             Row(
                 prompt=DecodePrompt(str(number), ids, sample_seed(seed, str(number))),
                 settings=settings,
-                tell=partial(hear, number),
+                tell=partial(self._hear, number),
                 is_streamed=body.stream,
                 is_recorded=body.trajectory,
             )
@@ -116,7 +116,7 @@ class Reply:
         ]
 
     def _hear(self, number: int, event: str | Ended | UnavailableError) -> None:
-        self._told.put_nowait((number, event))
+        self._loop.call_soon_threadsafe(self._told.put_nowait, (number, event))
 
     async def _events(self) -> AsyncIterator[tuple[int, str | Ended]]:
         """Yields what rows are told until all have ended; who leaves earlier gives them up."""
@@ -285,8 +285,11 @@ def application(
             raise ValueError(f"n: expected at most {engine.size} responses, got {number}")
         length = body.max_completion_tokens or body.max_tokens or response_length
         settings = Settings(length, body.temperature, body.top_p)
-        encode = partial(asyncio.to_thread, token_ids)  # a template may take seconds
-        encoded = [await encode(0, one, engine.tokenizer) if one else [] for one in prompts]
+        # In threads, as a template may take seconds.
+        encoded = [
+            await asyncio.to_thread(token_ids, 0, one, engine.tokenizer) if one else []
+            for one in prompts
+        ]
         for ids in encoded:
             engine.check(ids, settings)
         seed = seeds.getrandbits(32) if body.seed is None else body.seed

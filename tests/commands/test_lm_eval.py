@@ -13,6 +13,7 @@ from lit_dlm.likelihood import log_likelihood_bound
 from lit_dlm.tensors.sampling import sample_seed
 from lit_dlm.toy import WordProblems
 from tests.e2e.runs import fails, results, run, write_config, write_jsonl
+from tests.serve.servers import serving
 from tests.twins import write_twin
 
 TASK = r"""
@@ -111,6 +112,31 @@ def test_the_same_items_get_the_same_completions_and_grades(lm_eval: Any, tmp_pa
     run(*evaluate, "--include_path", str(tmp_path / "task"))
     assert (theirs / "answers.jsonl").read_bytes() == answers
     assert samples(theirs, "words") == found
+
+
+@pytest.mark.slow
+def test_a_server_is_asked_by_lm_eval_and_gives_what_eval_gives(lm_eval: Any, tmp_path: Path):
+    """Of every item the text; several are asked for at once."""
+    folder, decoder = word_problems(tmp_path / "task", COUNT), ("--config", "decode/threshold_09")
+    run("eval", "--tasks=[words]", f"--run_dir={tmp_path}", "--include_path", folder, *decoder)
+    expected = {one["doc"]["uid"]: one["resps"] for one in samples(tmp_path, "words")}
+    with serving(tmp_path / "server", "tiny", *decoder) as server:
+        found = lm_eval.simple_evaluate(
+            model="local-chat-completions",
+            model_args={
+                "model": "tiny",
+                "base_url": f"{server.url}/v1/chat/completions",
+                "num_concurrent": 8,
+            },
+            tasks=["words"],
+            task_manager=lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False),
+            apply_chat_template=True,
+            fewshot_as_multiturn=True,
+        )
+    assert {one["doc"]["uid"]: one["resps"] for one in found["samples"]["words"]} == expected
+    summary = json.loads((tmp_path / "results.json").read_text())
+    number = "exact_match,number"
+    assert found["results"]["words"][number] == summary["results"]["words"][number]
 
 
 def requests_of(kind: str, *arguments: Any) -> list[Any]:

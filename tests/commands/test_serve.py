@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from lit_dlm.backbones import load_backbone, load_tokenizer
 from lit_dlm.decoding import ConfidencePolicy, Decoder, NoQuota, Sampler, ThresholdPolicy
 from lit_dlm.toy import WordProblems
 from tests.e2e.runs import fails
+from tests.processes import ROOT
 from tests.serve.servers import Running, serving, until
 
 openai = pytest.importorskip("openai", reason="openai's client is not installed")
@@ -26,7 +28,10 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 pytestmark = pytest.mark.slow
 
-LENGTH, SEED = 24, 5
+LENGTH, SEED = 32, 5
+PAGE = re.findall(
+    r"^```\w*\n(.*?)^```", (ROOT / "docs/how-to/serve.md").read_text(), re.DOTALL | re.MULTILINE
+)
 THRESHOLD = {"policy": ThresholdPolicy(0.9), "quota": NoQuota()}
 PROBLEMS = [one.text for one in WordProblems(split="test", num_examples=64).examples()]
 CHAT = "/v1/chat/completions"
@@ -34,8 +39,9 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    options = ("--config=decode/threshold_09", f"--response_length={LENGTH}")
-    with serving(tmp_path_factory.mktemp("server"), "tiny", *options) as running:
+    """The one of the page."""
+    (command,) = re.findall(r"^\$ lit-dlm serve (.*)", PAGE[0], re.MULTILINE)
+    with serving(tmp_path_factory.mktemp("server"), *command.split()) as running:
         yield running
 
 
@@ -202,6 +208,18 @@ def test_lists_its_model_and_counts(server, client):
     assert after["running"] == after["waiting"] == 0
     drawn = [client.chat.completions.create(**asked(PROBLEMS[3])).seed for _ in range(2)]
     assert len({answer.seed, *drawn}) == 3
+
+
+def test_the_page_shows_what_happens(server, capsys):
+    command, shown = PAGE[1].removeprefix("$ ").rsplit("'\n", 1)
+    command = (command + "'").replace("http://127.0.0.1:8000", server.url)
+    told = subprocess.run(["bash", "-c", command], capture_output=True, text=True).stdout
+    assert shown.strip() in told
+    exec(PAGE[2].replace("http://127.0.0.1:8000", server.url), {})
+    assert "#### " in capsys.readouterr().out
+    (welcome,) = [line for line in PAGE[0].splitlines() if "answers at" in line]
+    told = (server.folder / "out").read_text().replace(server.url, "http://127.0.0.1:8000")
+    assert told.splitlines()[0] == welcome
 
 
 def metrics(server: Running, **options: Any) -> dict[str, float]:
