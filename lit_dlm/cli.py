@@ -18,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 TRAINER = "lit_dlm.commands.run"
 
+_EVALUATE = "tasks of lm-eval with our decoders; answers for EvalPlus"
 _EXPORT = "write a model for transformers, peft and the hub"
 _LISTS = "list the experiments that are shipped; runs of a folder"
 COMMANDS = {
@@ -27,8 +28,8 @@ COMMANDS = {
     "generate": ("lit_dlm.commands.generation", "decode prompts of the command line or stdin"),
     "chat": ("lit_dlm.commands.chat", "talk with a model and watch it unmask"),
     "serve": ("lit_dlm.commands.serve", "a model behind OpenAI's interface, for many at once"),
-    "eval": ("lit_dlm.commands.evaluation", "tasks of lm-eval with our decoders"),
-    "evalplus": ("lit_dlm.commands.evalplus", "answers of a benchmark as samples of EvalPlus"),
+    "eval": ("lit_dlm.commands.evaluation", _EVALUATE),
+    "evalplus": ("lit_dlm.commands.evalplus", _EVALUATE),
     "export": ("lit_dlm.commands.export", _EXPORT),
     "merge": ("lit_dlm.commands.export:merge", _EXPORT),
     "push": ("lit_dlm.commands.push", _EXPORT),

@@ -30,6 +30,7 @@ class Running:
 @contextmanager
 def serving(folder: Path, *arguments: str) -> Iterator[Running]:
     """Starts ``lit-dlm serve`` on a free port and ends it, if nobody else has."""
+    folder.mkdir(exist_ok=True)
     (folder / "out").touch()
     process = start(folder, "serve", *arguments, "--port", "0")
     try:
