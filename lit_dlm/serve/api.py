@@ -34,7 +34,7 @@ from lit_dlm.tensors.sampling import sample_seed
 logger = logging.getLogger(__name__)
 _MOST_BYTES = 4 * 2**20  # of a request
 _HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-_CODES = {401: "invalid_api_key", 404: "model_not_found", 503: "unavailable"}
+_CODES = {401: "invalid_api_key", 404: "not_found", 503: "unavailable"}
 
 
 class Part(BaseModel):
