@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from lit_dlm.datamodules.resuming import (
     ResumableDataModule,
     refuse_overfit_batches,
 )
-from lit_dlm.datamodules.supervised_sources import ModelFacts, SupervisedSource
+from lit_dlm.datamodules.supervised_sources import ModelFacts, ResponsesFile, SupervisedSource
 from lit_dlm.datamodules.trajectories import is_validation
 from lit_dlm.decoding.api import prompt_limit
 from lit_dlm.finetuning.sft import SFTModule
@@ -52,6 +52,7 @@ class SupervisedDataModule(ResumableDataModule):
 
     Args:
         sources: where examples come from.
+        path: a file of answered prompts: short for a ``ResponsesFile`` behind the sources.
         response_length: cells of every response. With a block model, a batch leaves out blocks
             after those of its last targets.
         batch_size: examples per batch and process.
@@ -73,8 +74,9 @@ class SupervisedDataModule(ResumableDataModule):
         num_workers: loader processes.
     """
 
-    sources: list[SupervisedSource]
+    sources: list[SupervisedSource] = field(default_factory=list)
     _: KW_ONLY
+    path: str | None = None
     response_length: int = 256
     batch_size: int = 8
     group_by_length: bool = False
@@ -89,6 +91,8 @@ class SupervisedDataModule(ResumableDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
+        if self.path is not None:
+            self.sources = [*self.sources, ResponsesFile(self.path)]
         at_least(1, sources=len(self.sources), response_length=self.response_length)
         at_least(1, batch_size=self.batch_size, limit=self.limit)
         at_least(1, max_prompt_length=self.max_prompt_length)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PREDICT = "predict --config exp/generate_tiny"
 LOCK = "fit --config exp/tracelock_tiny --data.shards=shards"
 SFT = "fit --config sft"
+OWN_DATA = "fit --config exp/own_data --model.backbone.path tiny --data.path"
 MINE = f"{PREDICT} --model.decoders.mine"
 SFT_YAML = """
 defaults: exp/tabom_tiny
@@ -167,6 +168,9 @@ MISTAKES = [
      "--data.sources: expected classes, such as [{class_path: ResponsesFile, init_args: {path: a"),
     (f"{PREDICT} --data.tasks=[answers.jsonl]",
      "--data.tasks: expected classes, such as [{class_path: PromptsFile, init_args: {path: ans"),
+    (f"{OWN_DATA} no.jsonl", "path: there is no file or folder 'no.jsonl'"),
+    (f"{OWN_DATA} key.jsonl", "key.jsonl, line 1: expected 'messages', 'conversations', or one of"),
+    (_tasks("PromptsFile", "key.jsonl"), "key.jsonl, line 1: expected 'messages', 'conversations'"),
     (_tasks("GSM8K", "answers.jsonl"),
      "answers.jsonl, line 1: expected a field 'question', got ['prompt', 'answer']"),
     (f"{SFT} --data.sources.init_args.path=key.jsonl", "key.jsonl, line 1: expected 'messages', "),

@@ -376,6 +376,13 @@ def test_validation_and_training_share_no_prompt_and_lose_none() -> None:
     assert len(data.probe_prompts(3)) == 3
 
 
+def test_a_path_is_a_file_behind_the_sources() -> None:
+    (first, second) = SupervisedDataModule([Fixed()], path="chat.jsonl").sources
+    assert isinstance(first, Fixed)
+    assert isinstance(second, ResponsesFile)
+    assert second.path == "chat.jsonl"
+
+
 def test_bad_settings_no_example_and_equal_uids_are_named(model: ModelFacts) -> None:
     bad = {"response_length": 0, "val_fraction": 1.0, "limit": 0, "sources": []}
     for name, value in bad.items():

@@ -157,6 +157,7 @@ def write_data(folder: Path) -> None:
         "LiveCodeBench.json": programs[:2],
         "SEEDBench_IMG_32.json": [{**seen, "image": f"pictures/{n}.png"} for n in (4, 5)],
         "sft.jsonl": answered,
+        "chat.jsonl": answered,
         "sft_pictures.jsonl": [{**row, "image": "pictures/4.png"} for row in answered],
     }
     for name, rows in files.items():
