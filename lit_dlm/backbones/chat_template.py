@@ -20,6 +20,10 @@ def apply_chat_template(tokenizer: Any, turns: Sequence[Mapping[str, str]], **op
     than transformers' applies its own.
     """
     has_template = hasattr(tokenizer, "get_chat_template")
+    origin = getattr(tokenizer, "name_or_path", "") or "tokenizer"
+    if has_template and tokenizer.chat_template is None:
+        hint = "put a chat_template.jinja into its folder, or give model.chat_template"
+        raise ValueError(f"{origin}: expected a tokenizer with a chat template, got none; {hint}")
     if not has_template or (template := tokenizer.get_chat_template()) in _own_templates():
         return tokenizer.apply_chat_template(turns, **options)
     names = ("add_generation_prompt", "continue_final_message")
@@ -30,7 +34,6 @@ def apply_chat_template(tokenizer: Any, turns: Sequence[Mapping[str, str]], **op
     if answer is None:
         answer = {"problem": f"it did not end within {SECONDS:.0f} s and 1 GiB of memory"}
     if "problem" in answer:
-        origin = tokenizer.name_or_path or "tokenizer"
         raise ValueError(f"{origin}: the chat template cannot be used: {answer['problem']}")
     text = [{"role": "user", "content": answer["text"]}]
     return tokenizer.apply_chat_template(
