@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lit_dlm.backbones import weights
 from lit_dlm.backbones.architecture import PLAIN_DECODERS
@@ -349,20 +349,22 @@ def write_twin(
     return folder
 
 
-def write_llama(folder: Path, hidden_size: int = 16) -> None:
-    """A Llama of random weights, with a tokenizer of Qwen2.5's kind."""
+def write_autoregressive(folder: Path, model_type: str = "llama", hidden_size: int = 16) -> None:
+    """A checkpoint of random weights of this type, with a tokenizer of Qwen2.5's kind."""
     tokenizer = AutoTokenizer.from_pretrained(
         write_twin(folder.parent / "twin", "Qwen/Qwen2.5-0.5B-Instruct", num_ordinary=2000)
     )
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        model_type,
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
+        num_key_value_heads=2,
         eos_token_id=tokenizer.eos_token_id,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

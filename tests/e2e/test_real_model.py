@@ -18,7 +18,7 @@ from lit_dlm.decoding import BlockCache, BlockWindow, Decoder, SequentialPolicy
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks import PromptExample
 from tests.e2e.runs import ROOT
-from tests.twins import write_llama
+from tests.twins import write_autoregressive
 
 pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
 
@@ -57,7 +57,7 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="--wheel: expected the file"):
         experiment(monkeypatch, *arguments)
     torch.manual_seed(0)
-    write_llama(out / "parent", hidden_size=128)
+    write_autoregressive(out / "parent", hidden_size=128)
     experiment(monkeypatch, *arguments)
 
     decodes = pq.read_table(out / "real_model.parquet").to_pandas()

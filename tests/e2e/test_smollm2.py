@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from lit_dlm.backbones import load_backbone
 from lit_dlm.likelihood import log_likelihood_bound
 from tests.e2e.runs import ROOT, run
-from tests.twins import write_llama
+from tests.twins import write_autoregressive
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def test_losses_of_a_converted_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     data.mkdir(parents=True)
     torch.manual_seed(0)
     for name in ("model", "random"):
-        write_llama(data / name)
+        write_autoregressive(data / name)
     wheel.touch()  # not read, as the models are there
     with gzip.open("questions.jsonl.gz", "wt") as stream:
         for number in range(200):
