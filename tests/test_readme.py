@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import cli
-from tests.e2e import test_own_pages
-from tests.e2e.runs import problems
+from tests.e2e.runs import OWN_PAGES, problems
 
 QUIET = ("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,7 +63,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TRAINED = {
     essence(words): words
     for path in PAGES
-    if path not in test_own_pages.FILES  # that test runs all of their commands
+    if path not in OWN_PAGES
     for words in commands(path)
     if words[:1] and words[0] in TRAINER
 }

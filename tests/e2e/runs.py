@@ -22,6 +22,11 @@ ON_ONE_CPU = (
     *("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"),
     "--trainer.enable_progress_bar=false",
 )
+OWN_PAGES = [
+    ROOT / "docs" / "start" / "configurations.md",
+    *sorted((ROOT / "docs" / "how-to").glob("*own_*.md")),
+]
+"""Pages whose commands all run in ``test_own_pages.py``."""
 RECORD = [
     *("predict", "--config=exp/generate_tiny", "--data.methods=[threshold_07]"),
     *("--model.level=tokens", "--model.projector_dir=null"),

@@ -16,13 +16,11 @@ from pathlib import Path
 import pytest
 
 import cli
-from tests.e2e.runs import ROOT, problems, write_jsonl
+from tests.e2e.runs import OWN_PAGES, ROOT, problems, write_jsonl
 from tests.twins import write_autoregressive
 
 pytestmark = pytest.mark.slow
-DOCS = ROOT / "docs"
-FILES = [DOCS / "start" / "configurations.md", *sorted(DOCS.glob("how-to/*own_*.md"))]
-PAGES = {path.stem: path for path in FILES}
+PAGES = {path.stem: path for path in OWN_PAGES}
 BLOCK = re.compile(r"(?:`(\w+\.\w+)`[^`]*:\n\n)?^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 """A block, with the name of a file where the words before it end in one."""
 ROWS = 8
