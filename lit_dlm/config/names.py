@@ -37,7 +37,7 @@ lit_dlm.rewards: base.MeanCorrectnessFilter base.SpreadFilter graded.FormatRewar
     speed.RightAndFast
 lit_dlm.rl: espo.ESPO module.TraceRLModule policy_losses.ClippedPolicyLoss settings.PolicyObjective
     spg.SPG wd1.SoftmaxWeights wd1.WeightedLikelihood
-lit_dlm.rl.advantages: GroupMean GroupZScore LeaveOneOut RawReward
+lit_dlm.rl.advantages: GroupMean GroupZScore LeaveOneOut LessFirst RawReward
 lit_dlm.tasks: alpaca.Alpaca code_tests.CodeTests drawings.DrawingPrompts gsm8k.GSM8K
     humaneval.HumanEval humaneval.HumanEvalPlus kodcode.KodCode livecodebench.LiveCodeBench
     math.MATH mbpp.MBPP mbpp.MBPPPlus prompts_file.PromptsFile
