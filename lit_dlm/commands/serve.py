@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -53,15 +54,15 @@ def main(arguments: Sequence[str]) -> int:
     from lit_dlm.serve.engine import Engine
 
     api_key = config.api_key or os.environ.get("LIT_DLM_API_KEY")
-    listening = _bound(config.host, int(config.port), has_key=bool(api_key))
-    config.backbone = config.model or config.backbone
-    backbone, tokenizer, decoder = built(parser, config)
-    name = config.backbone if isinstance(config.backbone, str) else config.backbone.init_args.path
-    limits = {"num_slots": config.batch_size, "max_waiting": config.max_waiting}
-    engine = Engine(backbone, tokenizer, decoder, **limits)
-    options = {"response_length": config.response_length, "seed": config.seed, "api_key": api_key}
-    app = application(engine, name, **options)
-    Server(app, engine, _welcome(name, listening, api_key)).run_until_closed(listening)
+    with _bound(config.host, int(config.port), has_key=bool(api_key)) as listening:
+        config.backbone = named = config.model or config.backbone
+        backbone, tokenizer, decoder = built(parser, config)
+        name = named if isinstance(named, str) else named.init_args.path
+        limits = {"num_slots": config.batch_size, "max_waiting": config.max_waiting}
+        engine = Engine(backbone, tokenizer, decoder, **limits)
+        settings = {"response_length": config.response_length, "seed": config.seed}
+        app = application(engine, name, **settings, api_key=api_key)
+        Server(app, engine, _welcome(name, listening, api_key)).run_until_closed(listening)
     return 0
 
 
@@ -73,9 +74,11 @@ def _bound(host: str, port: int, *, has_key: bool) -> socket.socket:
         if not (has_key or ip_address(address[0]).is_loopback):
             wanted = "expected --api_key, or LIT_DLM_API_KEY in the environment"
             raise ValueError(f"host: others reach {host}, so {wanted}, got none")
-        found = socket.socket(family)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        with ExitStack() as unless_bound:
+            found = unless_bound.enter_context(socket.socket(family))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            unless_bound.pop_all()
     except OSError as error:
         raise ValueError(f"port: expected a free one of {host}, got {port} ({error})") from None
     return found

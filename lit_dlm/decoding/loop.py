@@ -58,7 +58,8 @@ def decode_queue(
             of their slots; all responses have the same length.
         is_open: whether the source may have more later: it is then asked before every step if a
             slot is free. Rows take the slots of ended ones first, then free ones from the lowest
-            on. The decode ends when no row is left.
+            on, so observers may see more slots than at the start. The decode ends when no row is
+            left.
         abandoned: returns the slots whose rows are to end before the next step, unfinished.
 
     Yields:
