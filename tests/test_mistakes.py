@@ -116,7 +116,7 @@ MISTAKES = [
      "model.decoders.policy: Chooses has no method 'select', which CommitPolicy asks for"),
     (f"{MINE}.policy own.Leftmst", "model.decoders.policy: module 'own' has no attribute 'Leftms"),
     (f"{MINE}.policy nowhere.Mine", "model.decoders.policy: no module 'nowhere' is installed or"),
-    (f"{MINE} decode/nope.yaml", "model.decoders: Unexpected import path format: decode/nope.yaml"),
+    (f"{MINE} decode/nope.yaml", "model.decoders: there is no file 'decode/nope.yaml'"),
     (f"{PREDICT} --trainer.callbacks+=DecodeWriterr",
      "trainer.callbacks: unknown class 'DecodeWriterr'; did you mean 'DecodeWriter'?"),
     (f"{PREDICT} '--data.tasks=[{{class_path: own.Chooses}}]'",

@@ -104,6 +104,8 @@ def _translated(fault: str, value: str) -> str:
             return difference(kind, bases[0]) or fault
     if match := re.search(r"No module named '([^']+)'", fault):
         return f"no module '{match[1]}' is installed or in {os.getcwd()}, the working folder"
+    if match := re.match(r"Unexpected import path format: (\S+\.yaml)$", fault):
+        return f"there is no file '{match[1]}'"
     if match := re.match(r"Not a valid subclass of (\w+)", fault):
         return f"expected a {match[1]}: a class's name, or class_path and init_args alone"
     return fault.replace(". Got value: ", ", got ")
