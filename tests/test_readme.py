@@ -21,7 +21,7 @@ lit-dlm() { printf '%s\\0' lit-dlm "$@"; printf '\\n\\0'; }
 srun() { shift; "$@"; }
 torchrun() { while [ "$1" != lit-dlm ]; do shift; done; "$@"; }
 SLURM_NTASKS=32 HEAD=node1
-names="make python chromium tensorboard pip docker evalplus.evaluate"
+names="cp make python chromium tensorboard pip docker evalplus.evaluate"
 for name in $names; do eval "$name() { :; }"; done
 """
 """The shell gives the arguments of every command, with its own rules for quotes and variables."""
