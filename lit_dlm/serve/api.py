@@ -276,6 +276,11 @@ def application(
     for kind in (StarletteHTTPException, ValueError, UnavailableError):
         app.add_exception_handler(kind, _refuse)
 
+    def encode(prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):  # no turn of a chat
+            return list(engine.tokenizer(prompt)["input_ids"])
+        return token_ids(0, prompt, engine.tokenizer) if prompt else []
+
     async def answer(
         request: Request, kind: str, body: Body, prompts: Sequence[Prompt]
     ) -> Response:
@@ -285,11 +290,8 @@ def application(
             raise ValueError(f"n: expected at most {engine.size} responses, got {number}")
         length = body.max_completion_tokens or body.max_tokens or response_length
         settings = Settings(length, body.temperature, body.top_p)
-        # In threads, as a template may take seconds.
-        encoded = [
-            await asyncio.to_thread(token_ids, 0, one, engine.tokenizer) if one else []
-            for one in prompts
-        ]
+        # In threads: a long text or a template may take seconds.
+        encoded = [await asyncio.to_thread(encode, prompt) for prompt in prompts]
         for ids in encoded:
             engine.check(ids, settings)
         seed = seeds.getrandbits(32) if body.seed is None else body.seed
@@ -316,8 +318,7 @@ def application(
         given: Any = body.prompt
         if isinstance(given, str) or not given or isinstance(given[0], int):
             given = [given]
-        ids = [engine.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in given]
-        return await answer(request, "text_completion", body, ids)
+        return await answer(request, "text_completion", body, given)
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
