@@ -1,8 +1,8 @@
 """Tokens a second of concurrent clients of a server, against `generate` in one batch.
 
-Server, clients and `generate` share one process, a model and its threads, and run in turns. The
-prompts are the same, and so must be the answers. Clients send all requests at once, so the first
-decodes a step or two alone. CPU seconds count what the clients do, too.
+Server, clients and `generate` share a process and a model, and run in turns; as in `lit-dlm serve`,
+the main thread decodes. The prompts are the same, and so must be the answers. Clients send all
+requests at once, so the first decodes a step or two alone. CPU seconds count the clients', too.
 
     python benchmarks/serve.py
     python benchmarks/serve.py --response_length 64 --json
@@ -12,50 +12,72 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from threading import Thread
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import measurement
 import openai
+from transformers import PreTrainedTokenizerBase
 
 import lit_dlm
-from lit_dlm.backbones import load_backbone, tokenizer_of
+from lit_dlm.backbones import HFBackbone, load_backbone, tokenizer_of
 from lit_dlm.decoding import ConfidencePolicy, Decoder
 from lit_dlm.serve.api import Server, application
 from lit_dlm.serve.engine import Engine
 from lit_dlm.toy import WordProblems
 
 
-@contextmanager
-def serving(engine: Engine, model: str, response_length: int) -> Iterator[str]:
-    """Serves in threads of this process; yields where."""
-    app = application(engine, model, response_length=response_length, seed=0, api_key=None)
-    server = Server(app, engine, welcome="")
-    listening = socket.create_server(("127.0.0.1", 0))
-    thread = Thread(target=server.run_until_closed, args=(listening,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-    finally:
-        engine.close()
-        thread.join()
+@dataclass
+class Clients:
+    """Clients of a server that is there for their requests alone."""
+
+    backbone: HFBackbone
+    tokenizer: PreTrainedTokenizerBase
+    decoder: Decoder
+    prompts: Sequence[str]
+    response_length: int
+
+    def __call__(self) -> tuple[list[str | None], float, float]:
+        """Returns the answers, and the wall and CPU seconds until the last of them."""
+        number = len(self.prompts)
+        engine = Engine(
+            self.backbone, self.tokenizer, self.decoder, num_slots=number, max_waiting=0
+        )
+        length = self.response_length
+        app = application(engine, "model", response_length=length, seed=0, api_key=None)
+        server = Server(app, engine, welcome="")
+        listening = socket.create_server(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+
+        def timed() -> tuple[list[str | None], float, float]:
+            begun = time.perf_counter(), time.process_time()
+            try:
+                texts = asyncio.run(ask(url, self.prompts))
+                return texts, time.perf_counter() - begun[0], time.process_time() - begun[1]
+            finally:
+                engine.close()
+
+        with ThreadPoolExecutor(1) as threads:
+            answers = threads.submit(timed)
+            server.run_until_closed(listening)
+            return answers.result()
 
 
-async def ask(
-    url: str, model: str, prompts: Sequence[str]
-) -> list[openai.types.chat.ChatCompletion]:
+async def ask(url: str, prompts: Sequence[str]) -> list[str | None]:
     """Returns the answers to prompts that are sent at once."""
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        return await asyncio.gather(
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=9) as client:
+        answers = await asyncio.gather(
             *(
                 client.chat.completions.create(
-                    model=model, messages=[{"role": "user", "content": prompt}], seed=0
+                    model="model", messages=[{"role": "user", "content": prompt}], seed=0
                 )
                 for prompt in prompts
             )
         )
+    return [answer.choices[0].message.content for answer in answers]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,10 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = tokenizer_of(backbone, args.model)
     decoder = Decoder(policy=ConfidencePolicy())
     prompts = [one.text for one in WordProblems("test", num_examples=args.clients).examples()]
-    engine = Engine(backbone, tokenizer, decoder, num_slots=args.clients, max_waiting=0)
-
-    def batch() -> lit_dlm.Generations:
-        return lit_dlm.generate(
+    clients = Clients(backbone, tokenizer, decoder, prompts, args.response_length)
+    wall: dict[str, list[float]] = {"batch": [], "clients": []}
+    cpu: dict[str, list[float]] = {"batch": [], "clients": []}
+    for repetition in range(args.repeats + 1):  # the first one warms up
+        begun = time.perf_counter(), time.process_time()
+        done = lit_dlm.generate(
             backbone,
             prompts,
             decode=decoder,
@@ -83,22 +107,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             response_length=args.response_length,
             batch_size=args.clients,
         )
-
-    with serving(engine, args.model, args.response_length) as url:
-        runs = {"batch": batch, "clients": lambda: asyncio.run(ask(url, args.model, prompts))}
-        texts = [
-            answer.choices[0].message.content
-            for answer in asyncio.run(ask(url, args.model, prompts))
-        ]
-        done = batch()
-        wall = measurement.in_turns(runs, args.repeats, time.perf_counter)
-        cpu = measurement.in_turns(runs, args.repeats, measurement.clock)
+        seconds = time.perf_counter() - begun[0], time.process_time() - begun[1]
+        texts, *others = clients()
+        if repetition:
+            for name, (one, two) in {"batch": seconds, "clients": others}.items():
+                wall[name].append(one)
+                cpu[name].append(two)
+    middle = {name: statistics.median(values) for name, values in wall.items()}
     num_tokens = args.clients * args.response_length
     report = {
-        "batch_tokens_per_second": num_tokens / wall["batch"],
-        "clients_tokens_per_second": num_tokens / wall["clients"],
-        "ratio": wall["batch"] / wall["clients"],
-        "ratio_of_cpu_seconds": cpu["batch"] / cpu["clients"],
+        "batch_tokens_per_second": num_tokens / middle["batch"],
+        "clients_tokens_per_second": num_tokens / middle["clients"],
+        "ratio": middle["batch"] / middle["clients"],
+        "ratio_of_cpu_seconds": statistics.median(cpu["batch"]) / statistics.median(cpu["clients"]),
         "equal_percent": 100
         * sum(a == b for a, b in zip(texts, done.texts, strict=True))
         / len(texts),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -357,9 +359,15 @@ class Server(uvicorn.Server):
         self._engine.close()
 
     def run_until_closed(self, listening: socket.socket) -> None:
+        """Listens in a thread; decodes in this one, whose allocator keeps the memory of a step."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self.handle_exit)
         with ThreadPoolExecutor(1) as threads:
-            decoding = threads.submit(self._engine.run)
-            decoding.add_done_callback(lambda _: setattr(self, "should_exit", True))
-            self.run([listening])
-            self._engine.close()
-            decoding.result()  # raises what has ended the thread
+            listener = threads.submit(self.run, [listening])
+            listener.add_done_callback(lambda _: self._engine.close())
+            try:
+                self._engine.run()
+            finally:
+                self.should_exit = True
+            listener.result()  # raises why it could not listen

@@ -142,7 +142,7 @@ class Engine(WorkQueue):
         _refuse(refused, "the server ends")
 
     def run(self) -> None:
-        """Answers until the queue is closed; in a thread of its own."""
+        """Answers until the queue is closed; in a thread that does nothing else."""
         try:
             while self._wait():
                 try:
