@@ -70,7 +70,7 @@ test-fast: install  ## Run the unit tests only (under a minute)
 test-eval: install  ## Run the tests of lm-eval and scikit-learn, which the other environment lacks
 	test -d $(VENV)-eval || $(PYTHON) -m venv $(VENV)-eval
 	ls -d $(abspath $(VENV))/lib/python3*/site-packages > $$(ls -d $(VENV)-eval/lib/python3*/site-packages)/base.pth
-	$(VENV)-eval/bin/pip install --quiet --constraint constraints.txt 'lm-eval[ifeval]>=0.4.13'
+	$(VENV)-eval/bin/pip install --quiet --constraint constraints.txt 'lm-eval[ifeval,api]>=0.4.13'
 	$(VENV)-eval/bin/python -m pytest tests/commands/test_lm_eval.py tests/toy/test_pictures.py \
 	  'tests/e2e/test_experiments.py::test_experiment_runs[pretrain_pictures]'
 
