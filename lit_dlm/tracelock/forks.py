@@ -33,9 +33,9 @@ class ForkedPolicy(TraceLockPolicy):
     ``temperature`` is that of the probabilities by which decisions are drawn and trained.
     """
 
-    graph_safe = False  # the number of changed rows of a step is read
-    # (3, n) int64: sample seed of a row, step and response position of its changed decision.
-    changed = torch.empty(3, 0, dtype=torch.long)
+    # (3, n) int64: sample seed of a row, step and response position of its changed decision; no
+    # step is -1.
+    changed = torch.full((3, 1), -1)
 
     @classmethod
     def of(cls, policy: TraceLockPolicy) -> ForkedPolicy:
@@ -49,11 +49,15 @@ class ForkedPolicy(TraceLockPolicy):
     ) -> Selection:
         logits = self.decision_logits(state, candidates, proposal)
         commit = candidates & (self.log_odds(logits) > 0)
-        seed, step, position = self.changed.to(state.seeds.device)
+        if self.changed.device != logits.device:
+            self.changed = self.changed.to(logits.device)
+        seed, step, position = self.changed
         meets = (state.seeds[:, None] == seed) & (state.step[:, None] == step)
-        row, fork = meets.nonzero(as_tuple=True)
-        column = state.start + position[fork]
-        commit[row, column] ^= candidates[row, column]
+        # One of a row at most: -1 where there is none, the last column of the prompt, which is no
+        # candidate. Nothing is read, so that a graph may hold the step.
+        at = torch.where(meets, position, -1).amax(1, keepdim=True)
+        column = torch.arange(candidates.shape[1], device=logits.device) - state.start
+        commit = commit ^ (candidates & (column == at))
         return Selection(commit, logits)
 
 
@@ -71,7 +75,7 @@ class ForkedRollouts(OnlineRollouts):
         size, seed = self.settings.responses_per_prompt, engine.module.seed
         policy = engine.module.decoders[engine.method].policy
         assert isinstance(policy, ForkedPolicy)
-        policy.changed = ForkedPolicy.changed  # nothing
+        policy.changed = ForkedPolicy.changed
         first = super().decoded(engine, asked[::size], ranks, report, spent)
         forks = [one for number, one in enumerate(asked) if number % size]
         decisions = chain.from_iterable(

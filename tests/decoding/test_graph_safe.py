@@ -5,12 +5,14 @@ from runpy import run_path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import lit_dlm.decoding as d
 from lit_dlm.decoding import BlockWindow, CommitPolicy
 from lit_dlm.decoding.quotas import Quota
 from lit_dlm.decoding.windows import SteppedBlockWindow, Window
+from lit_dlm.tracelock.forks import ForkedPolicy
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from tests.decoding.graph_checks import (
     check_all_are_tried,
@@ -57,6 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tracelock": {**ALONE, "window": d.SlidingWindow(6)},
     "tracelock, drawn": {**ALONE, "window": d.SlidingWindow(6)},
     "tracelock, told": {**ALONE, **BLOCKS},
+    "tracelock, forked": {**ALONE, **BLOCKS},
     "sequence": {**FEW, "window": BlockWindow(4, origin="sequence")},
     "stepped": {**FEW, "window": SteppedBlockWindow(4, steps=9)},
     "whole": {**FEW, "window": d.FullWindow()},
@@ -77,11 +80,16 @@ CASES: dict[str, dict[str, Any]] = {
 def _parts(case: str) -> dict[str, Any]:
     if not case.startswith("tracelock"):
         return CASES[case]
-    options = {"temperature": 1.0, "max_accept_per_step": None} if "drawn" in case else {}
+    is_drawn = "drawn" in case or "forked" in case
+    options = {"temperature": 1.0, "max_accept_per_step": None} if is_drawn else {}
     scores = scorer(tiny_backbone(edits_tokens=True), spread=8.0)
     if "told" in case:
         scores = scores.with_inputs(("age", "distance", "price"))
-    return {**CASES[case], "policy": TraceLockPolicy(scorer=scores, threshold=0.5, **options)}
+    policy = TraceLockPolicy(scorer=scores, threshold=0.5, **options)
+    if "forked" in case:
+        policy = ForkedPolicy.of(policy)
+        policy.changed = torch.tensor([[0, 1], [1, 2], [2, 5]])
+    return {**CASES[case], "policy": policy}
 
 
 @pytest.mark.parametrize("case", CASES)
