@@ -62,6 +62,7 @@ ARMS: dict[str, tuple[Any, ...]] = {
     "turns": (*PLAIN, *DRAWN),
     "inputs": (*PLAIN, *DRAWN, *INPUTS),
     "forks-inputs": (*PLAIN, *INPUTS),
+    "forks-slow": (*PLAIN, "--model.optimizer.lr", 2e-4),
     "constraint": (*PLAIN, *DRAWN, "--model.constraint", "{}"),
 }
 """Flags of training by arm of the trial; all take windows in turn, ``turns`` does no more."""
