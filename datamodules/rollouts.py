@@ -63,13 +63,15 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
         self.loop = module.loop = RLLoop(module, source, self, validation, ranks)
 
     def _new_source(self, module: TraceRLModule) -> RolloutSource:
+        if not module.replays_shards and (self.shards or self.engine):
+            given = "source" if self.shards else "engine"
+            raise ValueError(
+                f"{given}: expected {'online' if self.shards else 'none'} with "
+                f"{type(module).__name__}, which trains on what its own decodes saw, got "
+                f"{'shards' if self.shards else type(self.engine).__name__}"
+            )
         if self.shards is None:
             return module.online_rollouts(module, module.rollout_methods, self)
-        if not module.replays_shards:
-            raise ValueError(
-                f"source: expected online with {type(module).__name__}, which trains on what its "
-                "own decodes saw, got shards"
-            )
         logger.warning(
             "source 'shards' takes prompts, rewards and kept groups as they are stored in %s: "
             "tasks, prompts_per_step, responses_per_prompt, filters, overlong_is_wrong and "
