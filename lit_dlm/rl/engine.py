@@ -1,8 +1,4 @@
-"""What answers the prompts of RL steps in place of the module's own decoder.
-
-A :class:`RolloutEngine` has one method: records from prompts. All else stays as it is: rewards,
-filters and old log-probabilities are computed here, with the weights in training.
-"""
+"""What answers the prompts of RL steps in place of the module's decoder; all else is done here."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.config.components import Component
@@ -40,7 +37,7 @@ class RolloutPrompt:
         backbone: HFBackbone,
         tokens: Sequence[int],
         steps: Sequence[int | None],
-        log_probs: Sequence[float | None] | None = None,
+        log_probs: Sequence[float | None] | NDArray[Any] | None = None,
     ) -> Trajectory:
         """Returns the record of a response to this prompt; errors name the response.
 
@@ -93,59 +90,43 @@ class RolloutEngine(Component):
     ) -> list[Trajectory]:
         """Returns a record for each prompt, in any order; ``RolloutPrompt.record`` makes it.
 
-        It is called once an RL step by every process, with its share of the prompts.
-
-        Args:
-            prompts: the responses that are asked for.
-            module: the policy in training, whose ``export(folder)`` writes the present adapter, or
-                the model where all of it is trained.
+        It is called once an RL step by every process, with its share of the prompts. ``module`` is
+        the policy in training: ``export(folder)`` writes its adapter as it is by then, or the model
+        where all of it is trained.
         """
 
     def answerable(
         self, problems: Sequence[Problem], module: TrainableModule, *, size: int, length: int
     ) -> list[Problem]:
-        """Returns the problems to draw prompts from, before the first RL step: all by default.
+        """Returns the problems to draw prompts from, once at the beginning; by default all.
 
-        Args:
-            problems: those of the tasks.
-            module: the policy in training.
-            size: responses to each.
-            length: cells of a response.
+        ``size``: responses to a prompt; ``length``: cells of a response.
         """
         return list(problems)
 
 
-def checked_records(
-    engine: RolloutEngine,
-    prompts: Sequence[RolloutPrompt],
-    found: Sequence[Trajectory],
-    module: TrainableModule,
+def answered(
+    engine: RolloutEngine, prompts: Sequence[RolloutPrompt], module: TrainableModule
 ) -> list[Trajectory]:
-    """Returns an engine's records in the order of the prompts, with ``num_tokens`` in their meta.
+    """Returns an engine's records in the order of the prompts, each found by its uid and checked.
 
-    Refuses prompts without a record, records that were not asked for, and those of other ids or
-    lengths.
+    Their meta has ``num_tokens``, as that of the module's own decodes, and the engine's name.
     """
-    name, backbone = type(engine).__name__, module.backbone
-    by_uid = {record.uid: record for record in found}
-    wanted = {prompt.uid: prompt for prompt in prompts}
-    for uid in [*wanted.keys() - by_uid.keys(), *by_uid.keys() - wanted.keys()][:1]:
-        got = "none" if uid in wanted else "one that was not asked for"
-        refuse(f"engine {name}", f"a record for each of {len(prompts)} prompts", f"{got}: {uid}")
-    records = [by_uid[uid] for uid in wanted]
-    for prompt, record in zip(prompts, records, strict=True):
-        record.validate()
-        sizes = (backbone.spec.mask_id, backbone.vocab_size, prompt.response_length)
-        own = (record.mask_id, record.vocab_size, record.num_generated)
-        if own != sizes or record.prompt_ids.tolist() != prompt.prompt_ids:
-            told = f"mask id, vocabulary and cells {sizes} and the ids of its prompt"
-            refuse(f"engine {name}: {record.uid}", told, f"{own} and {record.num_prompt} ids")
+    name = type(engine).__name__
+    found = {record.uid: record for record in engine.records(prompts, module)}
+    for uid in {prompt.uid for prompt in prompts} ^ found.keys():
+        got = f"{uid}, which was not asked for" if uid in found else f"none for {uid}"
+        refuse(f"engine {name}", f"a record for each of {len(prompts)} prompts", got)
+    records = []
+    for prompt in prompts:
+        # Made anew, so that ids, length and steps are those of this model and prompt.
+        made = found[prompt.uid]
+        cells = made.tokens.tolist(), made.commit_step.tolist(), made.signals.get(SAMPLED)
+        records.append(prompt.record(module.backbone, *cells))
     lengths = module.texts(records)[1] if records else []
     return [
         record.with_meta(
-            **prompt.meta,
-            num_tokens=int((record.tokens[:length] != record.mask_id).sum()),
-            engine=name,
+            num_tokens=int((record.tokens[:length] != record.mask_id).sum()), engine=name
         )
-        for prompt, record, length in zip(prompts, records, lengths, strict=True)
+        for record, length in zip(records, lengths, strict=True)
     ]

@@ -33,7 +33,7 @@ from lit_dlm.predict.decode import image_facts
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rl.batch import SAMPLED
-from lit_dlm.rl.engine import Problem, RolloutPrompt, checked_records
+from lit_dlm.rl.engine import Problem, RolloutPrompt, answered
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
@@ -433,9 +433,7 @@ class OnlineRollouts:
         """
         begin = time.perf_counter()
         if (other := self.settings.engine) is not None:
-            share = asked[ranks.rank :: ranks.world_size]
-            found = other.records(share, engine.module)
-            own = checked_records(other, share, found, engine.module)
+            own = answered(other, asked[ranks.rank :: ranks.world_size], engine.module)
             report(len(own))
         else:
             queue = WorkQueue(len(asked), shared=ranks.world_size > 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,13 @@ from typing import Any
 
 from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.rl.engine import Problem, RolloutEngine, RolloutPrompt
-from lit_dlm.system.json_lines import json_object
+from lit_dlm.system.json_lines import json_object, numbered_lines
 from lit_dlm.system.options import refuse
 from lit_dlm.trajectories.record import Trajectory, expect
 from lit_dlm.trajectories.rows import (
     ImportSettings,
     checked_row,
     ids_of,
-    json_rows,
     located,
     required,
 )
@@ -31,17 +31,15 @@ one that a row has is taken."""
 
 
 class RolloutFiles(RolloutEngine):
-    """Takes responses from files: a JSON object in each line (``.jsonl``), or a JSON list of them.
+    """Takes responses from files with a JSON object in each line: what an engine answered.
 
-    A row is what an engine returns for a response, and says which prompt it answers: by ``uid`` (of
-    the problem), ``prompt_ids`` or ``prompt`` (the text with its template). The fields are those of
-    dLLM-RL's data (``response_ids`` or ``response``, ``step_map``; arXiv:2509.06949), of JetEngine
-    (``token_ids``, ``first_unmask_times``), LMDeploy (``token_ids``, ``step_map``) and SGLang
-    (``output_ids`` and, in ``meta_info``, ``step_maps``, or the ``dllm_replay_*`` of whole blocks),
-    or those of a choice of ``lit-dlm serve`` (``trajectory``).
-
-    Only prompts that have an answer are drawn; each RL step takes the first
-    ``responses_per_prompt`` of their answers.
+    A row says which prompt it answers, by ``uid`` (of the problem), ``prompt_ids`` or ``prompt``
+    (the text with its template). The fields are those of dLLM-RL's data (``response_ids`` or
+    ``response``, ``step_map``; arXiv:2509.06949), JetEngine (``token_ids``,
+    ``first_unmask_times``), LMDeploy (``token_ids``, ``step_map``), SGLang (``output_ids`` and, in
+    ``meta_info``, ``step_maps``, or the ``dllm_replay_*`` of whole blocks), or a choice of
+    ``lit-dlm serve`` (``trajectory``). Prompts without an answer are not drawn; each RL step takes
+    the first ``responses_per_prompt`` of the others.
 
     Args:
         paths: the files.
@@ -57,45 +55,38 @@ class RolloutFiles(RolloutEngine):
         """Reads the files."""
         known: dict[Any, Problem] = {tuple(one[1]): one for one in problems}
         known |= {one[0].uid: one for one in problems}
-        settings, spec = ImportSettings(tokenizer=module.tokenizer), module.backbone.spec
-        self._found = {}
-        for where, stored in (row for path in self.paths for row in json_rows(Path(path))):
-            with located(where):
-                row = checked_row(_plain(stored), settings)
+        backbone, settings = module.backbone, ImportSettings(tokenizer=module.tokenizer)
+        self._found.clear()
+        lines = ((path, *line) for path in self.paths for line in numbered_lines(Path(path)))
+        for path, number, line in lines:
+            with located(f"{path}:{number}"):
+                row = checked_row(_plain(json.loads(line)), settings)
                 named = row.get("uid") or tuple(ids_of(row, "prompt_ids", "user").tolist())
                 wanted = "that of a prompt of data.tasks with at most max_prompt_length tokens"
                 expect(named in known, f"uid, prompt_ids or prompt: expected {wanted}, got {named}")
                 example, ids = known[named]
                 steps = required(row, "step_map").tolist()
-                if any(row.get(one) for one in _BY_BLOCK) and (block := spec.block_size):
+                block = backbone.spec.block_size
+                if block and any(one in row for one in _BY_BLOCK):
                     steps = counted_on(steps, block, len(ids) % block)
-                asked = RolloutPrompt(
-                    example=example,
-                    prompt_ids=ids,
-                    uid=example.uid,
-                    meta={},
-                    response_length=length,
-                )
-                record = asked.record(
-                    module.backbone,
-                    ids_of(row, "response_ids", "assistant").tolist(),
-                    steps,
-                    row.get("log_probs"),
-                )
+                tokens = ids_of(row, "response_ids", "assistant").tolist()
+                facts: dict[str, Any] = {"uid": example.uid, "meta": {}, "response_length": length}
+                asked = RolloutPrompt(example=example, prompt_ids=ids, **facts)
+                record = asked.record(backbone, tokens, steps, row.get("log_probs"))
             self._found.setdefault(example.uid, []).append(record)
-        least = min(self._found, key=lambda uid: len(self._found[uid]), default=None)
-        if least is None:
-            refuse("engine.paths", "responses", f"none in {', '.join(self.paths)}")
-        if (most := len(self._found[least])) < size:
-            wanted = f"at most {most}, as the files have for {least}"
+        counts = {uid: len(found) for uid, found in self._found.items()}
+        if (least := min(counts.values(), default=0)) < size:
+            wanted = f"at most {least}, as {', '.join(self.paths)} have for a prompt"
             refuse("data.responses_per_prompt", wanted, size)
-        return [one for one in problems if one[0].uid in self._found]
+        return [one for one in problems if one[0].uid in counts]
 
     def records(
         self, prompts: Sequence[RolloutPrompt], module: TrainableModule
     ) -> list[Trajectory]:
-        answers = [self._found[one.example.uid][one.meta["response"]] for one in prompts]
-        return [replace(answer, uid=one.uid) for one, answer in zip(prompts, answers, strict=True)]
+        return [
+            replace(self._found[one.example.uid][one.meta["response"]], uid=one.uid)
+            for one in prompts
+        ]
 
 
 def _plain(stored: Any) -> dict[str, Any]:

@@ -86,9 +86,11 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
 
 
 def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
-    """Reads dLLM-RL's JSON list of ``{prompt, response, step_map, reward}``, or lines of such."""
-    for number, (where, stored) in enumerate(json_rows(path)):
-        with located(where):
+    """Reads dLLM-RL's JSON list of ``{prompt, response, step_map, reward}``."""
+    with located(path):  # one JSON list: there are no lines that could be read one by one
+        rows = list(json.loads(path.read_bytes()))
+    for number, stored in enumerate(rows):
+        with located(f"{path}: entry {number}"):
             row = checked_row(stored, settings)
             steps = required(row, "step_map")
             # Their block models count from 1. Our own rows say num_steps and count from 0, also
@@ -109,19 +111,6 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
             given = np.zeros(length, dtype=bool)
             record = _record(row, f"{path.stem}/{number}", prompt, tokens, steps, given)
         yield record
-
-
-def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields places and rows of a file with one in each line (``.jsonl``), or of a JSON list."""
-    if path.suffix not in (".jsonl", ".gz"):
-        with located(path):  # one JSON list: there are no lines that could be read one by one
-            rows = list(json.loads(path.read_bytes()))
-        yield from ((f"{path}: entry {number}", row) for number, row in enumerate(rows))
-    else:
-        for number, line in numbered_lines(path):
-            with located(where := f"{path}:{number}"):
-                row = json.loads(line)
-            yield where, row
 
 
 def non_ltr(order: NDArray[np.int32]) -> NDArray[np.bool_]:

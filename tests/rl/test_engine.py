@@ -95,22 +95,21 @@ def test_an_engine_that_decodes_as_the_loop_trains_as_the_loop(tmp_path: Path) -
 
 
 def cut(record: Trajectory) -> Trajectory:
-    drawn = {name: values[1:] for name, values in record.signals.items()}
     parts = {"tokens": record.tokens[1:], "commit_step": record.commit_step[1:]}
-    return replace(record, **parts, signals=drawn)
+    return replace(record, **parts, signals={})
 
 
 @pytest.mark.parametrize(
     ("spoilt", "message"),
     [
-        (lambda found: found[1:], "a record for each of 2 prompts, got none: word_problems/"),
+        (lambda found: found[1:], "a record for each of 2 prompts, got none for word_problems/"),
         (
             lambda found: [*found, PROMPT.record(policy(), [7] * 4, [0] * 4)],
-            "got one that was not asked for: task/train/0@a",
+            "got task/train/0@a, which was not asked for",
         ),
         (
             lambda found: [cut(one) for one in found],
-            r"vocabulary and cells \(2, 462, 8\) and the ids of its prompt, got \(2, 462, 7\)",
+            "expected 8 tokens, or fewer with an end of text among them, got 7",
         ),
     ],
 )
@@ -118,7 +117,7 @@ def test_records_that_were_not_asked_for_are_refused(
     tmp_path: Path, spoilt: Any, message: str
 ) -> None:
     data = rollout_data(engine=Elsewhere(spoilt), prompts_per_step=1, responses_per_prompt=2)
-    with pytest.raises(ValueError, match=rf"^engine Elsewhere: .*{message}"):
+    with pytest.raises(ValueError, match=rf"^(engine Elsewhere|word_problems).*: .*{message}"):
         fit(learner(), data, tmp_path, steps=1)
 
 

@@ -1,6 +1,5 @@
 """Rollouts from files: the answers of every engine, what is refused, and offline training."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +88,11 @@ def test_texts_are_read_if_they_have_as_many_tokens_as_steps(tmp_path: Path) -> 
     end = rl.tokenizer.decode([EOS])
     count = len(rl.tokenizer(TEXT + end, add_special_tokens=False)["input_ids"])
     row = {"prompt": rl.tokenizer.decode(ids), "response": TEXT + end}
-    path = tmp_path / "data.json"
-    path.write_text(json.dumps([{**row, "step_map": list(range(count)), "reward": 1}]))
-    (record,) = read(path, rl)[1]
+    fits = {**row, "step_map": list(range(count)), "reward": 1}
+    (record,) = read(written(tmp_path, fits), rl)[1]
     assert record.commit_step.tolist()[:count] == list(range(count))
-    path.write_text(json.dumps([{**row, "step_map": [0]}]))
-    with pytest.raises(ValueError, match=rf"data\.json: entry 0: .* {count} steps, one a token"):
-        read(path, rl)
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .* {count} steps, one a token"):
+        read(written(tmp_path, {**row, "step_map": [0]}), rl)
 
 
 GOOD: dict[str, Any] = {"response_ids": IDS, "step_map": STEPS}
@@ -133,10 +130,10 @@ def test_files_must_have_as_many_responses_as_are_asked_for(tmp_path: Path) -> N
     rl = learner()
     (first, _), (second, _), *_ = problems(rl)
     rows = [{"uid": uid, **GOOD} for uid in (first.uid, first.uid, second.uid)]
-    wanted = rf"^data\.responses_per_prompt: expected at most 1, .* {second.uid}, got 2"
+    wanted = r"^data\.responses_per_prompt: expected at most 1, as .*rows\.jsonl have .*, got 2"
     with pytest.raises(ValueError, match=wanted):
         read(written(tmp_path, *rows), rl, size=2)
-    with pytest.raises(ValueError, match=r"^engine\.paths: expected responses, got none in"):
+    with pytest.raises(ValueError, match=r"expected at most 0, as .*rows\.jsonl have"):
         read(written(tmp_path), rl)
 
 
