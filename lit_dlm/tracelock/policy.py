@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, backbone_facts, check_facts
 from lit_dlm.backbones.location import ASSETS, embedded_names, is_hub_id, locate
+from lit_dlm.backbones.projection import Projector
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.system.options import at_least, refuse, within
@@ -262,6 +263,22 @@ class TraceLockPolicy(CommitPolicy):
         inputs = self.scorer.settings.inputs
         if self.price is not None and "price" not in inputs:
             refuse("policy.price", "none, for a policy that is not told it", self.price)
+
+
+def scorer_to_train(
+    backbone: Backbone, policy: str | None, projector: str | Projector | None, **options: Any
+) -> AcceptanceScorer:
+    """Returns the network of a policy, as its folder has it, or one with random weights."""
+    facts = backbone_facts(backbone.spec, backbone)
+    if policy is not None:
+        scorer = TraceLockPolicy(policy).scorer  # of a folder or the hub
+        check_facts("acceptance policy", scorer.backbone, facts)
+        return scorer
+    if projector is None:
+        raise ValueError("policy: expected a folder to start from, or a projector, got none")
+    if not isinstance(projector, Projector):
+        projector = Projector.load(projector)
+    return AcceptanceScorer(projector, backbone=facts, **options)
 
 
 def left_of_window_end(masked: Tensor, candidates: Tensor) -> Tensor:

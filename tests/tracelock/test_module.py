@@ -208,6 +208,26 @@ def test_validation_scores_match_a_slow_reference(shards: Path, tmp_path: Path) 
         assert scores[name] == pytest.approx(float(values.double().mean()), rel=rel)
 
 
+def test_a_folder_is_trained_further_and_validated_without_a_checkpoint(
+    shards: Path, tmp_path: Path
+) -> None:
+    """Its scores are those of the policy in it, whose sizes it keeps; and training changes it."""
+    trainer(tmp_path).fit(module(), data(shards))
+    folder, loaded = str(tmp_path / "policy"), module()
+    loaded.scorer = AcceptanceScorer.load(folder)
+    (wanted,) = trainer(tmp_path).validate(loaded, data(shards), verbose=False)
+    start = {"policy": folder, "projector": None, "head": None}
+    (found,) = trainer(tmp_path).validate(module(**start), data(shards), verbose=False)
+    assert found == wanted
+    again = module(**start)
+    trainer(tmp_path / "more", max_steps=3).fit(again, data(shards))
+    after = AcceptanceScorer.load(tmp_path / "more" / "policy")
+    assert after.digest() != AcceptanceScorer.load(folder).digest()
+    assert (after.head.config, after.backbone) == (HEAD, again.scorer.backbone)
+    with pytest.raises(ValueError, match=r"^policy: expected a folder to start from, or a proj"):
+        module(projector=None)
+
+
 def test_every_score_has_its_best_checkpoint_and_policy(shards: Path, tmp_path: Path) -> None:
     """The replay is scored, too; each monitored score exports its own weights."""
     savers = [
