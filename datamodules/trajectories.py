@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lit_dlm.backbones.projection import feature_groups
 from lit_dlm.datamodules.resuming import ExampleRef, ResumableDataModule, refuse_overfit_batches
-from lit_dlm.system.options import at_least, within
+from lit_dlm.system.options import at_least, refuse, within
 from lit_dlm.tracelock.module import TraceLockModule
 from lit_dlm.tracelock.states import StateBatch, collate_states, states_at
 from lit_dlm.trajectories.format import FeatureMetadata
@@ -268,6 +268,9 @@ class TrajectoryDataModule(ResumableDataModule):
         if not isinstance(module, TraceLockModule):
             return
         scorer = module.scorer
+        if not scorer.settings.features.log_odds:
+            wanted = "tokens, with a policy that sees probabilities and not the stored log-odds"
+            refuse("data.source", wanted, "features")
         groups = feature_groups(scorer.projector.config, scorer.settings.features)
         for name, expected, stored in (
             ("projector digest", scorer.projector.digest(), features.projector),

@@ -26,6 +26,7 @@ from lit_dlm.system.options import at_least, refuse, within
 from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tensors.sampling import top_quota, uniform_noise
 from lit_dlm.tracelock.network import PositionState, accepted
+from lit_dlm.tracelock.released import RELEASED, read_released
 from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings, as_record
 
 _STREAM = 23  # separate from the draws of samplers and captures
@@ -39,7 +40,8 @@ class TraceLockPolicy(CommitPolicy):
 
     Args:
         path: folder exported by training, a hub id, or the name of an embedded model (``tiny``)
-            for the policy trained on outcomes that ships with it.
+            for the policy trained on outcomes that ships with it; or a folder of the TraceLock
+            release (:func:`~lit_dlm.tracelock.released.read_released`).
         threshold: smallest acceptance probability with which a proposal is committed; by default
             the one that the policy was made for, as its folder says (older folders: 0.99).
         max_accept_per_step: most acceptances of a row in one step, which keeps the best ones, or
@@ -109,6 +111,8 @@ class TraceLockPolicy(CommitPolicy):
                 f"policy.path: expected a folder with a trained policy, got none at {path}; "
                 "make it first with fit --config exp/tracelock_tiny, or that of your model"
             )
+        if (Path(path) / RELEASED).is_file():
+            return read_released(Path(path))
         return AcceptanceScorer.load(path)
 
     @property
@@ -273,6 +277,7 @@ def scorer_to_train(
     if policy is not None:
         scorer = TraceLockPolicy(policy).scorer  # of a folder or the hub
         check_facts("acceptance policy", scorer.backbone, facts)
+        scorer.backbone = facts  # a released one knows fewer
         return scorer
     if projector is None:
         raise ValueError("policy: expected a folder to start from, or a projector, got none")

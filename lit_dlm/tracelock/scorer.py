@@ -76,9 +76,12 @@ class CommitSettings:
 
 
 def as_record(settings: ScorerSettings | CommitSettings) -> dict[str, Any]:
-    """Returns settings as JSON types; inputs and a price only where there are some, as before."""
+    """Returns settings as JSON types; later ones only where they are not as before."""
     later = ("inputs", "price")
-    return {k: v for k, v in asdict(settings).items() if k not in later or v not in ((), None)}
+    found = {k: v for k, v in asdict(settings).items() if k not in later or v not in ((), None)}
+    if found.get("features", {}).get("log_odds"):
+        del found["features"]["log_odds"]
+    return found
 
 
 class AcceptanceScorer(nn.Module):

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lit_dlm.backbones.projection import FeatureSettings
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, SlidingWindow, decode, prompt_canvas
 from lit_dlm.tracelock.loss import AcceptanceLossSettings
@@ -226,6 +227,9 @@ def test_a_folder_is_trained_further_and_validated_without_a_checkpoint(
     assert (after.head.config, after.backbone) == (HEAD, again.scorer.backbone)
     with pytest.raises(ValueError, match=r"^policy: expected a folder to start from, or a proj"):
         module(projector=None)
+    plain = ScorerSettings(features=FeatureSettings(log_odds=False))
+    with pytest.raises(ValueError, match=r"^data\.source: expected tokens, .* got features"):
+        trainer(tmp_path / "plain").fit(module(settings=plain), data(shards))
 
 
 def test_every_score_has_its_best_checkpoint_and_policy(shards: Path, tmp_path: Path) -> None:
