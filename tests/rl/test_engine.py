@@ -7,15 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from lit_dlm.decoding.api import WorkQueue
 from lit_dlm.rl.engine import RolloutPrompt
-from lit_dlm.rl.rollout import SAMPLED, DecodingEngine
+from lit_dlm.rl.rollout import SAMPLED, DecodingEngine, OnlineRollouts
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import PromptExample
 from lit_dlm.toy.word_problems import WordProblems
+from lit_dlm.training.ranks import Ranks
+from lit_dlm.trajectories.members import encode_members
 from lit_dlm.trajectories.record import Trajectory
 from tests.finetuning.runs import trained
+from tests.processes import in_processes
 from tests.rollouts import EOS, MASK, PAD, G, fit, last_records, learner, policy, rollout_data
 
 EXAMPLE = PromptExample(uid="task/train/0", task="task", text="?")
@@ -97,6 +102,23 @@ def test_an_engine_that_decodes_as_the_loop_trains_as_the_loop(tmp_path: Path) -
 def cut(record: Trajectory) -> Trajectory:
     parts = {"tokens": record.tokens[1:], "commit_step": record.commit_step[1:]}
     return replace(record, **parts, signals={})
+
+
+def _collected(rank: int, world_size: int) -> list[bytes]:
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    rl = learner().eval()
+    source = OnlineRollouts(rl, ["random"], rollout_data(engine=Elsewhere()))
+    with torch.no_grad():
+        found = source.collect(0, 0, version=0, ranks=Ranks(rank, world_size))
+    source.close()
+    return [encode_members([one.to_record()])[0] for one in found.scored]
+
+
+@pytest.mark.ddp
+def test_each_process_asks_for_its_share_and_gets_all() -> None:
+    expected = _collected(0, 1)
+    assert in_processes(2, _collected, 2) == [expected, expected]
 
 
 @pytest.mark.parametrize(
