@@ -53,8 +53,8 @@ class RolloutPrompt:
         of, count = f"{self.uid}: expected", len(tokens)
         expect(len(steps) == count, f"{of} {count} steps, one a token, got {len(steps)}")
         is_whole = count == size or (count < size and not set(tokens).isdisjoint(spec.eos_ids))
-        told = f"{of} {size} tokens, or fewer with an end of text among them, got {count}"
-        expect(is_whole, told)
+        among = "or fewer with an end of text among them"
+        expect(is_whole, f"{of} {size} tokens, {among}, got {count}")
         written = np.array([-1 if one is None else one for one in steps], dtype=np.int32)
         # Some engines count from 1.
         first = written[written >= 0].min(initial=np.iinfo(np.int32).max)

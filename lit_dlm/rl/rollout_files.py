@@ -13,13 +13,7 @@ from lit_dlm.rl.engine import Problem, RolloutEngine, RolloutPrompt
 from lit_dlm.system.json_lines import json_object, numbered_lines
 from lit_dlm.system.options import refuse
 from lit_dlm.trajectories.record import Trajectory, expect
-from lit_dlm.trajectories.rows import (
-    ImportSettings,
-    checked_row,
-    ids_of,
-    located,
-    required,
-)
+from lit_dlm.trajectories.rows import ImportSettings, checked_row, ids_of, located, required
 
 _BY_BLOCK = ("dllm_replay_step_maps", "step_maps")  # SGLang counts steps anew in each block
 _FIELDS = {
@@ -101,10 +95,8 @@ def _plain(stored: Any) -> dict[str, Any]:
 
 
 def counted_on(steps: Sequence[int], size: int, held: int) -> list[int]:
-    """Returns steps that begin anew, from 1, in each block of ``size`` as steps of the whole.
-
-    ``held``: cells of the first block that the prompt has.
-    """
+    """Returns steps that begin anew, from 1, in each block of ``size`` as steps of the whole."""
+    # The prompt has the first ``held`` cells of the first block.
     found: list[int] = []
     for begin in range(-held, len(steps), size):
         before = max(found, default=0)

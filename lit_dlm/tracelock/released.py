@@ -13,31 +13,14 @@ from lit_dlm.tracelock.network import AcceptanceConfig, AcceptanceHead
 from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
 
 RELEASED = "best_rollout_proxy_f0_5.pt"
-_ONLY = {
-    "model_type": "transformer",
-    "max_gen_len": 256,
-    "use_confidence_feature": True,
-    "use_position_encoding": True,
-    "use_state_encoding": False,
-    "use_dynamic_threshold": True,
-}
-"""What the configuration must say; all else is sizes."""
-_SIZES = {
-    "width": "d_x",
-    "num_layers": "num_encoder_layers",
-    "num_heads": "num_attention_heads",
-    "ffn_width": "encoder_ffn_dim",
-    "dropout": "dropout",
-}
-_LAYER = {
-    "norm1.": "norm_attention.",
-    "norm2.": "norm_ffn.",
-    "self_attn.in_proj_": "qkv.",
-    "self_attn.out_proj.": "out.",
-    "linear1.": "ffn.0.",
-    "linear2.": "ffn.3.",
-}
-"""Names in a layer of torch's encoder, and ours."""
+_ON = ("use_position_encoding", "use_dynamic_threshold", "use_confidence_feature")
+_ONLY = {"model_type": "transformer", "max_gen_len": 256, "use_state_encoding": False}
+_ONLY |= dict.fromkeys(_ON, True)
+_SIZES = {"width": "d_x", "num_layers": "num_encoder_layers", "num_heads": "num_attention_heads"}
+_SIZES |= {"ffn_width": "encoder_ffn_dim", "dropout": "dropout"}
+# Names in a layer of torch's encoder, and ours.
+_LAYER = {"norm1.": "norm_attention.", "norm2.": "norm_ffn.", "self_attn.in_proj_": "qkv."}
+_LAYER |= {"self_attn.out_proj.": "out.", "linear1.": "ffn.0.", "linear2.": "ffn.3."}
 # The projection, read from the autoencoder's file, and what replaces features in training.
 _UNUSED = ("hidden_norm", "delta_norm", "hidden_proj", "delta_proj", "mask_", "target_mask")
 
