@@ -160,7 +160,6 @@ class Decoder:
         dtype = getattr(torch, self.sampler.score_dtype)
         return replace(
             state,
-            is_cached=self.cache.keeps,
             budget=row_index(budgets, state.ids.device),
             memory=self.policy.new_memory(state, backbone.vocab_size, dtype),
         )

@@ -122,8 +122,6 @@ class TraceLockModule(DecodeModule):
             settings=settings,
             backbone=backbone_facts(backbone.spec, backbone),
         )
-        # Traces are not of one window, cache or price: what is told is learnt on outcomes.
-        one_of((), of="settings.", inputs=self.scorer.settings.inputs)
         self.loss_settings = loss or AcceptanceLossSettings()
         if self.loss_settings.written_tail:  # the network must see written positions
             of = "loss.written_tail: settings."
