@@ -50,20 +50,26 @@ from lit_dlm.system.files import write_atomically
 MODELS = ("words+functions", "sudoku", "pictures", "addition", "countdown", "wide-functions")
 """Tasks of each model's policy."""
 PLAIN = ("--config", "method/every_window")
-DRAWN = (
-    *("--model.forks", "false", "--data.advantage"),
-    '{"class_path": "lit_dlm.rl.advantages.GroupMean", "init_args": {"scale": 0.1, "clip": 3.0}}',
-)
-"""Undoes forks: decodes draw all their commits, and are compared with the mean of their group."""
-INPUTS = ("--model.settings", '{"inputs": ["age", "distance", "price"]}')
+
+
+def compared(how: str) -> tuple[str, str]:
+    """Returns the flag of an advantage that is clipped at 3, where a wrong answer would be 10."""
+    taken = {"class_path": f"lit_dlm.rl.advantages.{how}", "init_args": {"scale": 0.1, "clip": 3.0}}
+    return "--data.advantage", json.dumps(taken)
+
+
+PRICE = '["Graded", {"class_path": "ForwardPrice", "init_args": {"price": 0.003}}]'
+CHEAP = ("--data.rewards", PRICE)
+"""With a clip, what a forward costs beside a wrong answer is then what it costs without."""
+DRAWN = (*PLAIN, "--model.forks", "false", *compared("GroupMean"))
 ARMS: dict[str, tuple[Any, ...]] = {
     "distilled": (),
-    "forks": PLAIN,
-    "turns": (*PLAIN, *DRAWN),
-    "inputs": (*PLAIN, *DRAWN, *INPUTS),
-    "forks-inputs": (*PLAIN, *INPUTS),
-    "forks-slow": (*PLAIN, "--model.optimizer.lr", 2e-4),
-    "constraint": (*PLAIN, *DRAWN, "--model.constraint", "{}"),
+    "turns": DRAWN,
+    "cheap": (*DRAWN, *CHEAP),
+    "constraint": (*DRAWN, "--model.constraint", "{}"),
+    "forks": (*PLAIN, *compared("LessFirst")),
+    "forks-slow": (*PLAIN, *compared("LessFirst"), "--model.optimizer.lr", 2e-4),
+    "forks-cheap": (*PLAIN, *compared("LessFirst"), *CHEAP),
 }
 """Flags of training by arm of the trial; all take windows in turn, ``turns`` does no more."""
 IN_TURN = ("whole", "blocks-8", "cache")
