@@ -49,27 +49,24 @@ from lit_dlm.system.files import write_atomically
 
 MODELS = ("words+functions", "sudoku", "pictures", "addition", "countdown", "wide-functions")
 """Tasks of each model's policy."""
-PLAIN = ("--config", "method/every_window")
-
-
-def compared(how: str) -> tuple[str, str]:
-    """Returns the flag of an advantage that is clipped at 3, where a wrong answer would be 10."""
-    taken = {"class_path": f"lit_dlm.rl.advantages.{how}", "init_args": {"scale": 0.1, "clip": 3.0}}
-    return "--data.advantage", json.dumps(taken)
-
-
-PRICE = '["Graded", {"class_path": "ForwardPrice", "init_args": {"price": 0.003}}]'
-CHEAP = ("--data.rewards", PRICE)
-"""With a clip, what a forward costs beside a wrong answer is then what it costs without."""
-DRAWN = (*PLAIN, "--model.forks", "false", *compared("GroupMean"))
+METHOD = ("--config", "method/every_window")
+FREE = (*METHOD, "--model.constraint", "null", "--trainer.num_sanity_val_steps", 0)
+DRAWN = (
+    *(*FREE, "--model.forks", "false", "--data.advantage"),
+    '{"class_path": "lit_dlm.rl.advantages.GroupMean", "init_args": {"scale": 0.1, "clip": 3.0}}',
+)
+"""Undoes forks: decodes draw all their commits, and are compared with the mean of their group."""
+CHEAP = (
+    "--data.rewards",
+    '["Graded", {"class_path": "ForwardPrice", "init_args": {"price": 0.003}}]',
+)
 ARMS: dict[str, tuple[Any, ...]] = {
     "distilled": (),
     "turns": DRAWN,
     "cheap": (*DRAWN, *CHEAP),
-    "constraint": (*DRAWN, "--model.constraint", "{}"),
-    "forks": (*PLAIN, *compared("LessFirst")),
-    "forks-slow": (*PLAIN, *compared("LessFirst"), "--model.optimizer.lr", 2e-4),
-    "forks-cheap": (*PLAIN, *compared("LessFirst"), *CHEAP),
+    "forks": FREE,
+    "forks-slow": (*FREE, "--model.optimizer.lr", 2e-4),
+    "forks-cheap": (*FREE, *CHEAP),
 }
 """Flags of training by arm of the trial; all take windows in turn, ``turns`` does no more."""
 IN_TURN = ("whole", "blocks-8", "cache")
@@ -118,8 +115,9 @@ def tried(options: argparse.Namespace) -> list[tuple[str, int, Path]]:
         folder = options.out / "every_window" / f"{task}-{arm}-s{seed}"
         policy = started(options, task, seed)
         if ARMS[arm]:
-            flags = (*ARMS[arm], *steps(TRIAL), "--trainer.check_val_every_n_epoch", 15)
-            train_on_outcomes(options, task, seed, folder, *flags, "--model.policy", policy)
+            flags = ("--trainer.max_epochs", TRIAL, "--trainer.check_val_every_n_epoch", 15)
+            flags = (*ARMS[arm], *flags, "--model.policy", policy)
+            train_on_outcomes(options, task, seed, folder, *flags)
             policy = folder / "every_window" / "policy" / "last"
         decode(options, task, "validation", folder, decoders(arm, policy, TRIED, IN_TURN))
         found = (list_folder(options, "validation", folder) / w / "results" for w in IN_TURN)
@@ -160,7 +158,7 @@ def make(options: argparse.Namespace, model: str, kept: Path) -> None:
     for seed in options.train_seeds:
         folder = run_of(ours, model, seed)
         start = started(options, model, seed)
-        flags = (*PLAIN, *steps(STEPS * len(names)), "--model.policy", start)
+        flags = (*METHOD, "--trainer.max_epochs", STEPS * len(names), "--model.policy", start)
         train_on_outcomes(options, model, seed, folder, *flags)
         policies[seed] = folder / "every_window" / "policy" / "best"
         write_curve(kept.with_suffix(".json"), model, seed, folder / "every_window")
@@ -181,11 +179,6 @@ def started(options: argparse.Namespace, model: str, seed: int) -> Path:
     run = run_of(options, model, seed)
     distil(options, model, seed, run)
     return run / "policy"
-
-
-def steps(count: int) -> tuple[Any, ...]:
-    """Returns flags of so many RL steps, without a validation before the first."""
-    return ("--trainer.max_epochs", count, "--trainer.num_sanity_val_steps", 0)
 
 
 def decoders(name: str, policy: Path, levels: Any, windows: Any) -> dict[str, dict[str, Any]]:

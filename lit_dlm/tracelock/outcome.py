@@ -250,7 +250,8 @@ class TraceLockRLModule(TraceRLModule):
         forks: whether responses to a prompt differ in one decision each, which alone is trained
             (:mod:`lit_dlm.tracelock.forks`), instead of being drawn; ``LessFirst`` is the advantage
             for these.
-        constraint: raises the price of ``ForwardPrice`` while accuracies hold; ``null`` leaves it.
+        constraint: lowers the price of ``ForwardPrice`` while an accuracy of validation is below
+            that of the first one; ``null`` leaves it.
         optimizer: constructor of the optimiser.
         common: options of :class:`~lit_dlm.rl.module.TraceRLModule`, except those of states, policy
             loss and value model.
@@ -306,6 +307,7 @@ class TraceLockRLModule(TraceRLModule):
         self.scorer.eval()
         self.constraint = constraint
         self._priced: ForwardPrice | None = None  # the reward whose price changes
+        self._most = 0.0  # what it was at the start
         self._start: dict[str, float] = {}  # accuracies of the first validation, by name
         self.rows = CommitSamples(self.masking, self.row_spec, seed=self.seed, is_forked=forks)
         self.initial = None
@@ -365,7 +367,8 @@ class TraceLockRLModule(TraceRLModule):
         self._priced = next((one for one in rewards if isinstance(one, ForwardPrice)), None)
         if self._priced is None:
             refuse("data.rewards", "ForwardPrice, for a price that changes", "none")
-        within("(0, inf)", of="constraint: ForwardPrice.", price=self._priced.price)
+        self._most = self._priced.price
+        within("(0, inf)", of="constraint: ForwardPrice.", price=self._most)
         if self.loop.validation is None or "accuracy" not in self.loop.validation.names:
             refuse("constraint", "graded val_tasks, whose accuracy is to hold", "none")
 
@@ -375,7 +378,9 @@ class TraceLockRLModule(TraceRLModule):
             return
         now = {k: v for k, v in self.loop.validation.last.items() if k.endswith("accuracy")}
         if self._start and not self.trainer.sanity_checking:
-            self._priced.price = self.constraint.next(self._priced.price, self._start, now)
+            price = self._priced.price
+            price = self.constraint.next(price, self._start, now, most=self._most)
+            self._priced.price = price
         self._start = {**now, **self._start}
         self.log("val/price", self._priced.price, sync_dist=True)
 

@@ -405,11 +405,11 @@ def held(
     return prices, module.scorer
 
 
-def test_the_price_of_a_run_rises_falls_back_and_is_resumed(tmp_path: Path) -> None:
-    """Accuracy 0.5 at the start, then 0.5, 0.4, 0.6 and 0.6: 0.02 doubles, halves, doubles."""
-    prices, policy = held(tmp_path / "whole", [0.5, 0.5, 0.4, 0.6, 0.6], steps=4)
-    assert prices == [0.02, 0.04, 0.02, 0.04]
-    held(tmp_path / "part", [0.5, 0.5, 0.4], steps=2)
+def test_the_price_of_a_run_falls_rises_back_and_is_resumed(tmp_path: Path) -> None:
+    """Accuracy 0.5 at the start, then 0.4, 0.4, 0.6 and 0.6: 0.02 halves twice, and doubles."""
+    prices, policy = held(tmp_path / "whole", [0.5, 0.4, 0.4, 0.6, 0.6], steps=4)
+    assert prices == [0.02, 0.01, 0.005, 0.01]
+    held(tmp_path / "part", [0.5, 0.4, 0.4], steps=2)
     # The check at the start of the second part finds another accuracy, which is none of a start.
     last = tmp_path / "part" / "last.ckpt"
     resumed, other = held(tmp_path / "part", [0.7, 0.6, 0.6], steps=4, resume=last)
