@@ -126,22 +126,16 @@ def tried(options: argparse.Namespace) -> list[tuple[str, int, Path]]:
 
 
 def trial_table(decodes: Decodes) -> str:
-    """Returns a table of every arm at threshold 0.95, compared with ``turns``."""
-
-    def by_window(place: str) -> dict[str, Any]:
-        return {
+    """Returns a table of every arm at threshold 0.95."""
+    lines = [["task", "arm", "seeds", *IN_TURN]]
+    for place in dict.fromkeys(arm for arm, *_ in decodes):
+        own = {
             method.rpartition("_")[2]: found
             for (arm, _, method), found in decodes.items()
             if arm == place and "_0.95_" in method
         }
-
-    lines = [["task", "arm", *IN_TURN, "mean, less turns"]]
-    for place in dict.fromkeys(arm for arm, *_ in decodes):
-        task, arm = place.split(", ")
-        own, base = by_window(place), by_window(f"{task}, turns")
         shown = [f"{points(own[w][1], '')} @ {own[w][0].mean():.1f}" for w in IN_TURN]
-        less = np.mean([own[w][1] - base[w][1] for w in IN_TURN], axis=0)
-        lines.append([task, arm, *shown, "" if arm == "turns" else points(less)])
+        lines.append([*place.split(", "), str(len(own["whole"][1])), *shown])
     return table(lines)
 
 
