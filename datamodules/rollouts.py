@@ -53,8 +53,10 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
             self._limit = limit = trainer.limit_val_batches
             if isinstance(limit, int):
                 limit *= self.rollout_batch_size * trainer.world_size
-            validation = validation_of(module, module.val_methods, self, limit=limit)
-            validation.is_mean = len(module.rollout_methods) > 1
+            is_mean = len(module.rollout_methods) > 1
+            validation = validation_of(
+                module, module.val_methods, self, limit=limit, is_mean=is_mean
+            )
             # For Lightning, a batch is a decoder with all prompts that it answers.
             trainer.limit_val_batches = float(limit > 0)
         if stage == "fit":

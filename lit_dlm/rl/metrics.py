@@ -34,11 +34,9 @@ _MEASURES = ("reward", "response_length", "num_steps", "correct", "graded")
 class RolloutValidation:
     """Decodes held-out prompts on all processes, scores the responses and averages the scores.
 
-    There is one engine per decoder; scores of the first decoder get the plain names.
+    There is one engine per decoder; scores of the first decoder get the plain names, or with
+    ``is_mean`` means over all decoders.
     """
-
-    is_mean = False
-    """Whether means over all decoders get the plain names instead."""
 
     def __init__(
         self,
@@ -47,9 +45,10 @@ class RolloutValidation:
         problems: Sequence[Problem],
         *,
         num_responses: int = 1,
+        is_mean: bool = False,
     ) -> None:
         self.engines = dict(engines)
-        self.rewarder = rewarder
+        self.rewarder, self.is_mean = rewarder, is_mean
         self.prompts = {
             method: rollout_prompts(problems, method=method, num_responses=num_responses)
             for method in engines
@@ -103,7 +102,12 @@ class RolloutValidation:
 
 
 def validation_of(
-    module: TrainableModule, methods: Sequence[str], settings: RolloutSettings, *, limit: float
+    module: TrainableModule,
+    methods: Sequence[str],
+    settings: RolloutSettings,
+    *,
+    limit: float,
+    is_mean: bool,
 ) -> RolloutValidation:
     """Makes the validation of a run for some decoders.
 
@@ -146,6 +150,7 @@ def validation_of(
         ),
         problems[: max(count, 1)],
         num_responses=settings.val_responses,
+        is_mean=is_mean,
     )
 
 
