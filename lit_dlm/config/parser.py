@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from importlib import import_module
 from pydoc import locate
 from typing import Any, NoReturn
@@ -177,6 +178,11 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error and args is not None:
             args = [_as_yaml(argument) for argument in args]
         return super().parse_args(args, *rest, **options)
+
+    def _check_value_key(self, action: Any, value: Any, *rest: Any, **options: Any) -> Any:
+        # A check takes `class_path` out of dataclasses within, which is for the parsed one alone:
+        # settings that a class shares with the one before it are checked, and then parsed again.
+        return super()._check_value_key(action, deepcopy(value), *rest, **options)
 
     def keys(self) -> list[str]:
         """Returns the options of the command, such as ``trainer.max_steps``."""

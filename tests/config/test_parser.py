@@ -105,6 +105,11 @@ def test_a_flag_inside_a_class_may_be_null_or_hold_it(tmp_path: Path) -> None:
     assert (from_ar.shift, from_ar.block_size) == (1, None)
 
 
+def test_another_class_keeps_settings_within_settings(tmp_path: Path) -> None:
+    kept = backbone_of(tmp_path, "--model=SFTModule").lora
+    assert (kept.rank, kept.targets) == (3, "all")
+
+
 @pytest.mark.parametrize("tasks", [None, ["it's", 'a "b" ü', "None"]])
 def test_a_flag_of_a_list_inside_a_class_keeps_its_value(tasks: list[str] | None) -> None:
     parser = Parser()
