@@ -11,6 +11,7 @@ predict hidden tokens from those around them, so what is new beside an autoregre
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -29,6 +30,8 @@ from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.layout import lay_out
 from lit_dlm.training.states import Masking, States
 from lit_dlm.training.terms import LossTerms
+
+logger = logging.getLogger(__name__)
 
 
 class SFTModule(TrainableModule):
@@ -186,6 +189,12 @@ class SFTModule(TrainableModule):
             raise ValueError(
                 "trainer.max_steps: expected a length of the run (or max_epochs), which the "
                 "learning rate's schedule needs, got none"
+            )
+        if self.warmup_steps >= num_steps and self.trainer.is_global_zero:
+            logger.warning(
+                "warmup_steps: %d of %d updates, so the learning rate never reaches what is set; "
+                "give fewer, or more passes (trainer.max_epochs)",
+                *(self.warmup_steps, num_steps),
             )
         return self.scheduled(
             [value for value in self.parameters() if value.requires_grad],
