@@ -240,6 +240,7 @@ def main(arguments: Sequence[str], composed: Composed) -> int:
         "does not have many workers",
         "than the logging interval",
         "across ranks is zero",  # a finished run that is started again has nothing left to do
+        "in eval mode at the start of training",  # so is a backbone that only answers
     ):
         warnings.filterwarnings("ignore", message=f".*{pattern}")
     try:
