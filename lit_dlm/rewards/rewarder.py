@@ -134,7 +134,11 @@ def _added(
     for reward in rewards:
         shares = reward.score(group)
         message = f"reward {reward.name!r} gave {len(shares)} scores for {len(group)} responses"
-        refuse_first((len(shares) != len(group), f"{group[0].example.uid}: {message}"))
+        kinds = {type(one).__name__ for one in shares if not isinstance(one, RewardScore)}
+        refuse_first(
+            (len(shares) != len(group), f"{group[0].example.uid}: {message}"),
+            (kinds, f"reward {reward.name!r}: expected a RewardScore each, got {', '.join(kinds)}"),
+        )
         rows = zip(scores, shares, group, strict=True)
         scores = [_sum(reward, score, share, rollout) for score, share, rollout in rows]
     return scores
