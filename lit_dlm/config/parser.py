@@ -104,6 +104,8 @@ def _translated(fault: str, value: str) -> str:
         if bases and isinstance(kind, type):
             return difference(kind, bases[0]) or fault
     if match := re.search(r"No module named '([^']+)'", fault):
+        if f"{match[1]}.yaml" in value:
+            return f"there is no file '{match[1]}.yaml'"
         return f"no module '{match[1]}' is installed or in {os.getcwd()}, the working folder"
     if match := re.match(r"Unexpected import path format: (\S+\.yaml)$", fault):
         return f"there is no file '{match[1]}'"
@@ -127,7 +129,8 @@ def _without_option(path: Sequence[str], owners: Sequence[str], parser: Parser |
     # The same name elsewhere in the configuration: likely it was put one level too high or too low.
     at = re.compile(rf".+\.{re.escape(name)}(\.\w+)?")
     elsewhere = [one for one in _settings(parser.values if parser else {}) if at.fullmatch(one)]
-    if others := [one for one in elsewhere if one != ".".join(path)][:4]:
+    own = ".".join(path)
+    if others := [one for one in elsewhere if not f"{one}.".startswith(f"{own}.")][:4]:
         return f"{message}; did you mean {' or '.join(map(repr, others))}?"
     return message + nearest(meant, known - {"args", "kwargs", name})
 
