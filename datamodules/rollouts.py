@@ -50,15 +50,11 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
             reward.setup(module)
         source, validation = self._new_source(module), None
         if self.val_tasks:
-            self._limit = limit = trainer.limit_val_batches
-            if isinstance(limit, int):
-                limit *= self.rollout_batch_size * trainer.world_size
             is_mean = len(module.rollout_methods) > 1
-            validation = validation_of(
-                module, module.val_methods, self, limit=limit, is_mean=is_mean
-            )
+            validation = validation_of(module, module.val_methods, self, is_mean=is_mean)
             # For Lightning, a batch is a decoder with all prompts that it answers.
-            trainer.limit_val_batches = float(limit > 0)
+            self._limit = trainer.limit_val_batches
+            trainer.limit_val_batches = float(self._limit > 0)
         if stage == "fit":
             check_monitors(trainer, validation)
         ranks = Ranks(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)

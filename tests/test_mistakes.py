@@ -104,7 +104,7 @@ MISTAKES = [
     (f"{LOCK} --model.optimizer.lrr 1", "model.optimizer: AdamW has no option 'lrr'; did you mean"),
     (f"{LOCK} --model.init_args.lr 1",
      "model: TraceLockModule has no option 'lr'; did you mean 'model.optimizer.lr'?"),
-    (f"{SFT} --config optimiser", "model: TABOMModule has no option 'optimiser'; did you mean 'opti"),
+    (f"{SFT} --config optimiser", "model: TABOMModule has no option 'optimiser'; did you mean '"),
     (f"{SFT} --model.optimiser.lr 1", "model: TABOMModule has no option 'optimiser.lr'; did you"),
     (f"{LOCK} --optimizer SGD",
      "unknown option 'optimizer'; did you mean 'model.optimizer' or 'model.optimizer.lr' or"),

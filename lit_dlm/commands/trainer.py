@@ -47,8 +47,7 @@ _NEEDED = {
     "predict": {"model": "predict_step", "data": "predict_dataloader"},
 }
 """Methods that a command calls, and that Lightning's base classes do not implement."""
-# The lock of the run folder, which outlives the command line object: it is let go when the command
-# has ended, whatever ended it.
+# Outlives the command line object: it is let go when the command has ended, whatever ended it.
 _held = ExitStack()  # the lock of the run folder
 
 
@@ -228,11 +227,10 @@ def parsed(arguments: Sequence[str], composed: Composed) -> dict[str, Any]:
 
 def main(arguments: Sequence[str], composed: Composed) -> int:
     """Runs a subcommand with its options; returns 1 if a class or a file refused its input."""
-    # Silences a deprecation inside Lightning itself, and its warnings about loaders that iterate
-    # over a queue or collate rows that are in memory.
     # Lightning passes its messages to the root logger as well, which has a handler here.
     if logging.getLogger().hasHandlers():
         logging.getLogger("lightning").handlers.clear()
+    # A deprecation inside Lightning; loaders that iterate over a queue or collate rows in memory.
     for pattern in (
         r"isinstance\(treespec, LeafSpec\)",
         "infer the batch indices",

@@ -11,12 +11,12 @@ predict hidden tokens from those around them, so what is new beside an autoregre
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
@@ -30,8 +30,6 @@ from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.layout import lay_out
 from lit_dlm.training.states import Masking, States
 from lit_dlm.training.terms import LossTerms
-
-logger = logging.getLogger(__name__)
 
 
 class SFTModule(TrainableModule):
@@ -190,12 +188,9 @@ class SFTModule(TrainableModule):
                 "trainer.max_steps: expected a length of the run (or max_epochs), which the "
                 "learning rate's schedule needs, got none"
             )
-        if self.warmup_steps >= num_steps and self.trainer.is_global_zero:
-            logger.warning(
-                "warmup_steps: %d of %d updates, so the learning rate never reaches what is set; "
-                "give fewer, or more passes (trainer.max_epochs)",
-                *(self.warmup_steps, num_steps),
-            )
+        if self.warmup_steps >= num_steps:
+            told = f"warmup_steps: {self.warmup_steps} of {num_steps} updates"
+            rank_zero_info(f"{told}, so the learning rate stays below its setting")
         return self.scheduled(
             [value for value in self.parameters() if value.requires_grad],
             lambda step: warmup_cosine(

@@ -34,8 +34,7 @@ _MEASURES = ("reward", "response_length", "num_steps", "correct", "graded")
 class RolloutValidation:
     """Decodes held-out prompts on all processes, scores the responses and averages the scores.
 
-    There is one engine per decoder; scores of the first decoder get the plain names, or with
-    ``is_mean`` means over all decoders.
+    Scores of the first decoder get the plain names; with ``is_mean``, means over all of them do.
     """
 
     def __init__(
@@ -102,17 +101,9 @@ class RolloutValidation:
 
 
 def validation_of(
-    module: TrainableModule,
-    methods: Sequence[str],
-    settings: RolloutSettings,
-    *,
-    limit: float,
-    is_mean: bool,
+    module: TrainableModule, methods: Sequence[str], settings: RolloutSettings, *, is_mean: bool
 ) -> RolloutValidation:
-    """Makes the validation of a run for some decoders.
-
-    ``limit``: share of the held-out prompts or, as an integer, number of responses per decoder.
-    """
+    """Makes the validation of a run for some decoders, within the trainer's limit of batches."""
     tasks, response_length = settings.val_tasks or [], settings.val_response_length
     response_length = response_length or settings.response_length
     # Rewards after the filters see only groups worth training on, and nothing is filtered here.
@@ -127,16 +118,17 @@ def validation_of(
     problems = encoded_problems(
         module, tasks, max_length=settings.max_prompt_length, response_length=response_length
     )
+    limit, size = module.trainer.limit_val_batches, settings.rollout_batch_size
     count = int(limit * len(problems))
     if isinstance(limit, int):
-        count = math.ceil(limit / settings.val_responses)
+        count = math.ceil(limit * size * module.trainer.world_size / settings.val_responses)
     return RolloutValidation(
         {
             method: RolloutEngine(
                 module,
                 method=method,
                 response_length=response_length,
-                batch_size=settings.rollout_batch_size,
+                batch_size=size,
                 overlong_margin=settings.overlong_margin,
             )
             for method in methods
