@@ -17,7 +17,7 @@ from lit_dlm.rl.metrics import RolloutValidation, validation_of
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import RolloutSource, StoredRollouts
 from lit_dlm.rl.settings import RolloutSettings
-from lit_dlm.system.options import of_kind
+from lit_dlm.system.options import of_kind, refuse
 from lit_dlm.training.fit_loop import is_over, set_accumulation
 from lit_dlm.training.ranks import Ranks
 
@@ -64,10 +64,8 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
         if self.shards is None:
             return module.online_rollouts(module, module.rollout_methods, self)
         if not module.replays_shards:
-            raise ValueError(
-                f"source: expected online with {type(module).__name__}, which trains on what its "
-                "own decodes saw, got shards"
-            )
+            kind = f"{type(module).__name__}, which trains on what its own decodes saw"
+            refuse("source", f"online with {kind}", "shards")
         logger.warning(
             "source 'shards' takes prompts, rewards and kept groups as they are stored in %s: "
             "tasks, prompts_per_step, responses_per_prompt, filters, overlong_is_wrong and "

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lit_dlm.backbones.projection import feature_groups
 from lit_dlm.datamodules.resuming import ExampleRef, ResumableDataModule, refuse_overfit_batches
-from lit_dlm.system.options import at_least, within
+from lit_dlm.system.options import at_least, refuse, within
 from lit_dlm.tracelock.module import TraceLockModule
 from lit_dlm.tracelock.states import StateBatch, collate_states, states_at
 from lit_dlm.trajectories.format import FeatureMetadata
@@ -275,10 +275,8 @@ class TrajectoryDataModule(ResumableDataModule):
             ("feature groups", groups, features.groups),
         ):
             if expected != stored:
-                raise ValueError(
-                    f"{self._name}: features of the block of record {uid!r} have another {name} "
-                    f"than the model: expected {expected}, got {stored}"
-                )
+                block = f"{self._name}: features of the block of record {uid!r}"
+                refuse(f"{block} have another {name} than the model", expected, stored)
 
     @property
     def tasks(self) -> list[str]:

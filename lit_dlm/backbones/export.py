@@ -31,6 +31,7 @@ from lit_dlm.backbones.weights import (
     write_json_object,
 )
 from lit_dlm.system.files import copy_file
+from lit_dlm.system.options import refuse
 
 ExportLayout = Literal["hf", "original"]
 
@@ -163,10 +164,8 @@ def _exported_config(
             config[RELEASE_KEY] = dict(release)
         return config
     if release is None:
-        raise ValueError(
-            "layout: expected 'hf' for a model that came from no family's own files, got "
-            f"{layout!r}"
-        )
+        wanted = "'hf' for a model that came from no family's own files"
+        refuse("layout", wanted, repr(layout))
     config = dict(release)
     if spec.mask_id != UNKNOWN_ID:
         config["mask_token_id"] = spec.mask_id

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lit_dlm.backbones.architecture import (
     FAMILIES,
@@ -34,11 +34,7 @@ from lit_dlm.backbones.tokenizer import (
     tokenizer_size,
 )
 from lit_dlm.system.files import fitting, read_json_object
-from lit_dlm.system.options import one_of
-
-if TYPE_CHECKING:
-    pass
-
+from lit_dlm.system.options import one_of, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -190,10 +186,9 @@ def resolve(
 def _expect_autoregressive(config: Mapping[str, Any], source: str) -> None:
     model_type = config.get("model_type")
     if model_type not in PLAIN_DECODERS or EXPORT_KEY in config:
-        raise ValueError(
-            f"{source}from_ar: expected an autoregressive {', '.join(PLAIN_DECODERS)} "
-            f"checkpoint, got a diffusion model of model_type {model_type!r} in config.json"
-        )
+        wanted = f"an autoregressive {', '.join(PLAIN_DECODERS)} checkpoint"
+        got = f"a diffusion model of model_type {model_type!r} in config.json"
+        refuse(f"{source}from_ar", wanted, got)
 
 
 def _ids_for_ar(

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.finetuning.trainable import TrainableModule
-from lit_dlm.system.options import within
+from lit_dlm.system.options import refuse, within
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.tensors.schedules import warmup_cosine
 from lit_dlm.training.batch import SupervisedBatch
@@ -184,10 +184,8 @@ class SFTModule(TrainableModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         num_steps = self.trainer.estimated_stepping_batches
         if num_steps == float("inf"):
-            raise ValueError(
-                "trainer.max_steps: expected a length of the run (or max_epochs), which the "
-                "learning rate's schedule needs, got none"
-            )
+            needed = "a length of the run (or max_epochs), which the learning rate's schedule needs"
+            refuse("trainer.max_steps", needed, "none")
         if self.warmup_steps >= num_steps:
             told = f"warmup_steps: {self.warmup_steps} of {num_steps} updates"
             rank_zero_info(f"{told}, so the learning rate stays below its setting")

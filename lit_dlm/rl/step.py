@@ -30,6 +30,7 @@ from lit_dlm.rl.rollout import (
     in_order,
 )
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
+from lit_dlm.system.options import refuse
 from lit_dlm.training.ranks import ALONE, Ranks
 from lit_dlm.training.states import Masking
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
@@ -333,10 +334,8 @@ def estimate_advantages(
     compared, maskable = _compared(rollouts, advantage), samples.responses.maskable
     paid = [one.record.uid for one in rollouts if one.token_rewards is not None]
     if paid and not policy.takes_token_rewards:
-        raise ValueError(
-            f"{paid[0]}: expected rewards of responses, got rewards per token, but neither "
-            "BoundViews nor commits have states of single tokens"
-        )
+        why = ", but neither BoundViews nor commits have states of single tokens"
+        refuse(paid[0], "rewards of responses", "rewards per token", why)
     if policy.value is None and not paid:
         table = compared[:, None].expand_as(maskable)
         return Estimates(advantages=table.clone(), members=maskable)

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lit_dlm.backbones.base import Backbone, backbone_facts
 from lit_dlm.backbones.projection import Projector
 from lit_dlm.predict.decode import DecodeModule
-from lit_dlm.system.options import one_of, within
+from lit_dlm.system.options import one_of, refuse, within
 from lit_dlm.tensors.sampling import confidence, entropy, margin
 from lit_dlm.tracelock.loss import (
     AcceptanceLossSettings,
@@ -140,10 +140,8 @@ class TraceLockModule(DecodeModule):
 
     def configure_model(self) -> None:
         if self.device_mesh is not None:
-            raise ValueError(
-                "trainer.strategy: expected ddp or one device for TraceLock, whose network is "
-                "small and whose backbone is frozen, got ModelParallelStrategy"
-            )
+            why = "for TraceLock, whose network is small and whose backbone is frozen"
+            refuse("trainer.strategy", f"ddp or one device {why}", "ModelParallelStrategy")
 
     # -- what the network sees -------------------------------------------------------------------
 

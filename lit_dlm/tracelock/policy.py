@@ -101,10 +101,8 @@ class TraceLockPolicy(CommitPolicy):
         elif is_hub_id(path):
             path = str(locate(path))
         if not Path(path).is_dir():
-            raise ValueError(
-                f"policy.path: expected a folder with a trained policy, got none at {path}; "
-                "make it first with fit --config exp/tracelock_tiny, or that of your model"
-            )
+            hint = "; make it first with fit --config exp/tracelock_tiny, or that of your model"
+            refuse("policy.path", "a folder with a trained policy", f"none at {path}", hint)
         return AcceptanceScorer.load(path)
 
     @property

@@ -20,7 +20,7 @@ from lit_dlm.backbones.projection import (
     num_features,
 )
 from lit_dlm.system.files import fitting, read_folder, write_folder
-from lit_dlm.system.options import at_least, of_declared_kinds, within
+from lit_dlm.system.options import at_least, of_declared_kinds, refuse, within
 from lit_dlm.tracelock.network import (
     AcceptanceConfig,
     AcceptanceHead,
@@ -89,10 +89,8 @@ class AcceptanceScorer(nn.Module):
         super().__init__()
         self.settings = settings or ScorerSettings()
         if len(self.settings.hidden_layers) != projector.config.num_snapshots:
-            raise ValueError(
-                f"ScorerSettings.hidden_layers: expected {projector.config.num_snapshots} layers "
-                f"for this projector, got {self.settings.hidden_layers}"
-            )
+            wanted = f"{projector.config.num_snapshots} layers for this projector"
+            refuse("ScorerSettings.hidden_layers", wanted, self.settings.hidden_layers)
         self.projector = projector
         self.head = AcceptanceHead(num_features(projector.config, self.settings.features), head)
         self.backbone = dict(backbone or {})
