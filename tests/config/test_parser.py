@@ -8,7 +8,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 
 import lit_dlm.finetuning.sft
-import lit_dlm.rl  # noqa: F401
+import lit_dlm.rl.module  # noqa: F401
 from lit_dlm.config.files import compose
 from lit_dlm.config.parser import Parser, explain
 from lit_dlm.datamodules.supervised_sources import SupervisedSource
