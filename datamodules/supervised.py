@@ -18,22 +18,13 @@ from torch.utils.data import DataLoader
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.base import UNKNOWN_ID
 from lit_dlm.config.components import checked_component
-from lit_dlm.datamodules.resuming import (
-    ExampleRef,
-    ResumableDataModule,
-    refuse_overfit_batches,
-)
+from lit_dlm.datamodules.resuming import ExampleRef, ResumableDataModule, refuse_overfit_batches
 from lit_dlm.datamodules.supervised_sources import ModelFacts, ResponsesFile, SupervisedSource
 from lit_dlm.datamodules.trajectories import is_validation
 from lit_dlm.decoding.api import prompt_limit
 from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.system.options import at_least, of_kind, refuse, within
-from lit_dlm.training.batch import (
-    SupervisedBatch,
-    SupervisedExample,
-    collate,
-    needed_positions,
-)
+from lit_dlm.training.batch import SupervisedBatch, SupervisedExample, collate, needed_positions
 from lit_dlm.training.fit_loop import set_accumulation
 from lit_dlm.training.layout import row_tokens
 

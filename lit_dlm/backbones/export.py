@@ -24,12 +24,7 @@ from lit_dlm.backbones.loading import DType, torch_dtype
 from lit_dlm.backbones.location import is_local, locate
 from lit_dlm.backbones.lora import base_parameters_adapted, merged
 from lit_dlm.backbones.resolution import EXPORT_KEY, RELEASE_KEY
-from lit_dlm.backbones.weights import (
-    plain_tensor,
-    save_checkpoint,
-    save_weights,
-    write_json_object,
-)
+from lit_dlm.backbones.weights import plain_tensor, save_checkpoint, save_weights, write_json_object
 from lit_dlm.system.files import copy_file
 from lit_dlm.system.options import refuse
 

@@ -47,11 +47,7 @@ MASK_TOKEN = "<|mask|>"
 
 # Values that options must have where they are present: with others, the decoders would compute
 # something else.
-_HF_OPTIONS = {
-    "hidden_act": "silu",
-    "use_sliding_window": False,
-    "quantization_config": None,
-}
+_HF_OPTIONS = {"hidden_act": "silu", "use_sliding_window": False, "quantization_config": None}
 _NO_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 0)
 _HF_SIZES = {
     **{name: name for name in ("vocab_size", "hidden_size", "intermediate_size")},

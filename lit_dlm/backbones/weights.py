@@ -146,11 +146,7 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 
 
 def save_checkpoint(
-    sizes: Mapping[str, int],
-    read: Callable[[str], Tensor],
-    folder: Path,
-    *,
-    write: bool,
+    sizes: Mapping[str, int], read: Callable[[str], Tensor], folder: Path, *, write: bool
 ) -> None:
     """Writes ``model.safetensors``, or shards with an index where that grows too large.
 

@@ -21,14 +21,7 @@ from torch import Tensor
 from lit_dlm.rl.advantages import Advantage, StepGAE, outcome_rewards
 from lit_dlm.rl.batch import RolloutBatch, SampleBuilder, join, order_of_writing
 from lit_dlm.rl.metrics import rollout_metrics
-from lit_dlm.rl.rollout import (
-    Report,
-    Rollouts,
-    RolloutSource,
-    ScoredRollout,
-    groups_of,
-    in_order,
-)
+from lit_dlm.rl.rollout import Report, Rollouts, RolloutSource, ScoredRollout, groups_of, in_order
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
 from lit_dlm.system.options import refuse
 from lit_dlm.training.ranks import ALONE, Ranks

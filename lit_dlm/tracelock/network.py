@@ -252,10 +252,7 @@ class EncoderLayer(nn.Module):
         self.out = nn.Linear(width, width)
         self.norm_ffn = nn.LayerNorm(width)
         self.ffn = nn.Sequential(
-            nn.Linear(width, ffn_width),
-            nn.GELU(),
-            nn.Dropout(dropout),
-            nn.Linear(ffn_width, width),
+            nn.Linear(width, ffn_width), nn.GELU(), nn.Dropout(dropout), nn.Linear(ffn_width, width)
         )
         self.drop = nn.Dropout(dropout)
 

@@ -29,12 +29,7 @@ from lit_dlm.system.options import within
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.trajectories.features import FeatureLayout, FeatureScheme, StepFeatures
 from lit_dlm.trajectories.members import only_masked
-from lit_dlm.trajectories.record import (
-    MAX_LENGTH,
-    SIGNAL_DTYPES,
-    Trajectory,
-    derive,
-)
+from lit_dlm.trajectories.record import MAX_LENGTH, SIGNAL_DTYPES, Trajectory, derive
 
 Level = Literal["tokens", "signals", "features"]
 
