@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # checks before a run need only the facts, not torch
 UNKNOWN_ID = -1
 """Id of a special token that the files do not name; no real token has this id."""
 
-
 BlockOrigin = Literal["sequence", "response"]
 """Where blocks are counted from: the first real token of a row (the generators of SDAR and dLLM-RL;
 the first generated block then begins with the tail of the prompt), or the first column of the

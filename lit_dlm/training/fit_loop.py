@@ -31,8 +31,8 @@ def set_accumulation(
         wanted, rest = divmod(rows_per_update, together)
         if wanted < 1 or rest:
             sizes = f"{batch_size} x {packing} x {trainer.world_size}"
-            wanted = f"a multiple of batch_size x packing x processes = {sizes}"
-            refuse("rows_per_update", wanted, rows_per_update)
+            multiple = f"a multiple of batch_size x packing x processes = {sizes}"
+            refuse("rows_per_update", multiple, rows_per_update)
         # A data module is set up for every stage, so a second look finds what the first one set.
         if trainer.accumulate_grad_batches not in (1, wanted):
             none = f"none beside rows_per_update {rows_per_update}, which makes it {wanted}"
