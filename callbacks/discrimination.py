@@ -174,11 +174,8 @@ class DiscriminationScore(Callback):
             logger.info("discrimination score, %s: %.4f", label, score)
             report = {"scores": self.scores, "curves": self.curves}
             write_json(self.folder / "discrimination.json", report)
-            plot_steps(
-                self.curves,
-                self.folder / "discrimination.png",
-                ylabel="variance of open entropies, nats²",
-            )
+            unit = "variance of open entropies, nats²"
+            plot_steps(self.curves, self.folder / "discrimination.png", ylabel=unit)
         return score
 
     def state_dict(self) -> dict[str, Any]:

@@ -385,10 +385,8 @@ def _special_ids(
     }
     for field in ("mask_id", "eos_ids"):
         if ids[field] in (UNKNOWN_ID, (UNKNOWN_ID,)) and field not in overrides:
-            logger.warning(
-                "%sthe files name no %s; decoding needs it as spec_overrides.%s",
-                *(source, field, field),
-            )
+            message = "%sthe files name no %s; decoding needs it as spec_overrides.%s"
+            logger.warning(message, source, field, field)
     return ids
 
 

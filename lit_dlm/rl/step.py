@@ -233,11 +233,8 @@ def _after(
     progress: RLProgress, rollouts: Rollouts, *, reward: float, is_empty: bool
 ) -> RLProgress:
     if is_empty:
-        logger.warning(
-            "RL step %d: the filters dropped all %d groups, nothing is learnt in this step",
-            progress.step,
-            rollouts.num_prompts,
-        )
+        message = "RL step %d: the filters dropped all %d groups, nothing is learnt in this step"
+        logger.warning(message, progress.step, rollouts.num_prompts)
     past = reward if progress.smoothed is None else progress.smoothed
     return RLProgress(
         step=progress.step + 1,

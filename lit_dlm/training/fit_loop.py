@@ -30,8 +30,8 @@ def set_accumulation(
     if rows_per_update is not None:
         wanted, rest = divmod(rows_per_update, together)
         if wanted < 1 or rest:
-            sizes = f"{batch_size} x {packing} x {trainer.world_size}"
-            multiple = f"a multiple of batch_size x packing x processes = {sizes}"
+            product = f"{batch_size} x {packing} x {trainer.world_size}"
+            multiple = f"a multiple of batch_size x packing x processes = {product}"
             refuse("rows_per_update", multiple, rows_per_update)
         # A data module is set up for every stage, so a second look finds what the first one set.
         if trainer.accumulate_grad_batches not in (1, wanted):
@@ -39,14 +39,9 @@ def set_accumulation(
             refuse("trainer.accumulate_grad_batches", none, trainer.accumulate_grad_batches)
         trainer.accumulate_grad_batches = wanted
     if trainer.is_global_zero:
-        logger.info(
-            "one update: %d rows (%d processes x %d batches x %d items x %d rows)",
-            together * trainer.accumulate_grad_batches,
-            trainer.world_size,
-            trainer.accumulate_grad_batches,
-            batch_size,
-            packing,
-        )
+        message = "one update: %d rows (%d processes x %d batches x %d items x %d rows)"
+        sizes = trainer.world_size, trainer.accumulate_grad_batches, batch_size, packing
+        logger.info(message, together * trainer.accumulate_grad_batches, *sizes)
 
 
 def is_over(trainer: Trainer) -> bool:
