@@ -60,9 +60,8 @@ class LiveCanvas(Observer):
                 if token == state.mask_id:
                     line.append("░", "dim")
                 elif not self._pieces.is_special(token):
-                    line.append(
-                        printable(self._pieces.text(token)), "bold green" if was != token else ""
-                    )
+                    text = printable(self._pieces.text(token))
+                    line.append(text, "bold green" if was != token else "")
             self._shown[row] = line
         self._live.update(Text("\n").join(self._shown.values()), refresh=True)
 

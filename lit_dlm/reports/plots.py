@@ -150,14 +150,9 @@ def method_styles(names: Sequence[str], theme: Theme = THEMES["light"]) -> list[
     for number, index in enumerate(indices):
         variant = indices[:number].count(index)
         colour = theme.series[index]
-        styles.append(
-            {
-                "color": colour,
-                "linestyle": _DASHES[variant % len(_DASHES)],
-                "marker": "os^Dv"[number % 5],
-                "markerfacecolor": theme.background if variant else colour,
-            }
-        )
+        line = {"color": colour, "linestyle": _DASHES[variant % len(_DASHES)]}
+        inside = theme.background if variant else colour
+        styles.append({**line, "marker": "os^Dv"[number % 5], "markerfacecolor": inside})
     return styles
 
 
