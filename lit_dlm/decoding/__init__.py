@@ -1,5 +1,6 @@
 """The one decode loop, its components, caches and observers."""
 
+from lit_dlm.decoding.batch import NotANumberError as NotANumberError
 from lit_dlm.decoding.caches import (
     BlockCache as BlockCache,
     CacheScheme as CacheScheme,
@@ -9,6 +10,7 @@ from lit_dlm.decoding.caches import (
     SubBlockCache as SubBlockCache,
 )
 from lit_dlm.decoding.decoder import Decoder as Decoder, DecodeSettings as DecodeSettings
+from lit_dlm.decoding.guidance import Guidance as Guidance
 from lit_dlm.decoding.layout import (
     FixedLayout as FixedLayout,
     FractionLayout as FractionLayout,
@@ -50,7 +52,11 @@ from lit_dlm.decoding.quotas import (
     ScheduleQuota as ScheduleQuota,
 )
 from lit_dlm.decoding.region_fill import FillCurves as FillCurves, RegionFill as RegionFill
-from lit_dlm.decoding.regions import Region as Region
+from lit_dlm.decoding.regions import (
+    PlacedRegion as PlacedRegion,
+    PlacedRegions as PlacedRegions,
+    Region as Region,
+)
 from lit_dlm.decoding.sampler import Sampler as Sampler
 from lit_dlm.decoding.state import (
     Canvas as Canvas,
