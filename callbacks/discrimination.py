@@ -139,18 +139,11 @@ class DiscriminationScore(Callback):
         # shard would wait for ever.
         with evaluating(module), whole_weights(module.backbone):
             for first in range(0, len(examples), _BATCH_SIZE):
-                prompts = [
-                    DecodePrompt(
-                        f"probe:{number}",
-                        insert_pictures(
-                            module.backbone,
-                            one.prompt_ids.tolist(),
-                            one.pictures.digests if one.pictures else (),
-                        ),
-                        sample_seed(module.seed, f"probe:{number}"),
-                    )
-                    for number, one in examples[first : first + _BATCH_SIZE]
-                ]
+                prompts = []
+                for number, one in examples[first : first + _BATCH_SIZE]:
+                    uid, digests = f"probe:{number}", one.pictures.digests if one.pictures else ()
+                    ids = insert_pictures(module.backbone, one.prompt_ids.tolist(), digests)
+                    prompts.append(DecodePrompt(uid, ids, sample_seed(module.seed, uid)))
                 for _ in decode_stream(
                     module.backbone,
                     next(iter(module.decoders.values())),
