@@ -73,16 +73,9 @@ class RecordShards:
         # budgets of the two would differ.
         trainer.strategy.barrier("shards_counted")
         self._pictures = PictureFolder(self.folder / PICTURES)
-        self._writer = BackgroundWriter(
-            TrajectoryShardWriter(
-                self.folder,
-                rank=trainer.global_rank,
-                run=run,
-                max_total_bytes=budget,
-                held=self.held,
-                **options,
-            )
-        )
+        options |= {"rank": trainer.global_rank, "max_total_bytes": budget, "held": self.held}
+        writer = TrajectoryShardWriter(self.folder, run=run, **options)
+        self._writer = BackgroundWriter(writer)
 
     def put_batch(self, decoded: DecodedBatch, metas: Sequence[Mapping[str, Any]] | None) -> None:
         """Queues the records of a captured batch; ``metas`` of each row are added to its own."""
