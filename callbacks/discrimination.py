@@ -20,7 +20,7 @@ from lit_dlm.decoding.api import DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.decoding.state import DecodeState, Observer, StepRecord
 from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.reports.plots import plot_steps
-from lit_dlm.reports.results import write_json
+from lit_dlm.system.files import write_json
 from lit_dlm.system.options import at_least, of_kind
 from lit_dlm.tensors.precision import evaluating
 from lit_dlm.tensors.sampling import entropy_variance, sample_seed

@@ -14,8 +14,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_dlm.reports.results import ResultFolder, ResultRow, drop_torn_line, write_json
+from lit_dlm.reports.results import ResultFolder, ResultRow, drop_torn_line
 from lit_dlm.rewards.chat import ChatEndpoint
+from lit_dlm.system.files import write_json
 from lit_dlm.system.options import at_least, one_of
 from lit_dlm.tasks import PromptExample
 

@@ -16,9 +16,9 @@ from lit_dlm.backbones.export import ExportLayout, export_model, own_layout, sav
 from lit_dlm.backbones.hf import HFBackbone, load_backbone
 from lit_dlm.backbones.loading import DType
 from lit_dlm.backbones.location import is_local, locate, unpinned
-from lit_dlm.reports.results import ResultFolder, write_json
+from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.summary import MethodSummary, markdown_tables, summarise_run
-from lit_dlm.system.files import read_json_object, write_atomically
+from lit_dlm.system.files import read_json_object, write_atomically, write_json
 from lit_dlm.system.options import one_of, refuse
 from lit_dlm.training.checkpoint import copy_tokenizer
 from lit_dlm.vision.base import VisionSettings

@@ -22,9 +22,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from lit_dlm.reports.results import write_json
 from lit_dlm.reports.summary import MethodSummary, by_task
-from lit_dlm.system.files import write_atomically
+from lit_dlm.system.files import write_atomically, write_json
 
 Curve = Sequence[tuple[int, float]]  # (optimiser step, value), by step
 MAX_CURVES = 9  # training curves of a run that are drawn
