@@ -141,7 +141,8 @@ class DiscriminationScore(Callback):
             for first in range(0, len(examples), _BATCH_SIZE):
                 prompts = []
                 for number, one in examples[first : first + _BATCH_SIZE]:
-                    uid, digests = f"probe:{number}", one.pictures.digests if one.pictures else ()
+                    uid = f"probe:{number}"
+                    digests = one.pictures.digests if one.pictures else ()
                     ids = insert_pictures(module.backbone, one.prompt_ids.tolist(), digests)
                     prompts.append(DecodePrompt(uid, ids, sample_seed(module.seed, uid)))
                 for _ in decode_stream(
