@@ -37,8 +37,9 @@ from lit_dlm.trajectories.store.provenance import RunRecord
 class TraceRecorder:
     """Records one decode at a time: :meth:`begin`, :meth:`step` after every step, :meth:`end`.
 
-    A loop without a canvas calls :meth:`write` after every step. Whatever changes between two canvases is a write of the step between them, whether it commits,
-    edits or re-masks. A row ends with the last step that found a mask in it or changed it.
+    A loop without a canvas calls :meth:`write` after every step. Whatever changes between two
+    canvases is a write of the step between them, whether it commits, edits or re-masks. A row ends
+    with the last step that found a mask in it or changed it.
     """
 
     def __init__(self, *, mask_id: int, vocab_size: int) -> None:
