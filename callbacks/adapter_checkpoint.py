@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lit_dlm.callbacks.discrimination import SCORE, DiscriminationScore
 from lit_dlm.finetuning.trainable import TrainableModule
-from lit_dlm.reports.results import write_json
+from lit_dlm.system.files import write_json
 from lit_dlm.system.options import at_least, of_kind, refuse
 from lit_dlm.training.steps import NonFiniteError
 

@@ -20,7 +20,7 @@ from lit_dlm.decoding.api import DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.decoding.state import DecodeState, Observer, StepRecord
 from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.reports.plots import plot_steps
-from lit_dlm.reports.results import write_json
+from lit_dlm.system.files import write_json
 from lit_dlm.system.options import at_least, of_kind
 from lit_dlm.tensors.precision import evaluating
 from lit_dlm.tensors.sampling import entropy_variance, sample_seed
@@ -139,18 +139,12 @@ class DiscriminationScore(Callback):
         # shard would wait for ever.
         with evaluating(module), whole_weights(module.backbone):
             for first in range(0, len(examples), _BATCH_SIZE):
-                prompts = [
-                    DecodePrompt(
-                        f"probe:{number}",
-                        insert_pictures(
-                            module.backbone,
-                            one.prompt_ids.tolist(),
-                            one.pictures.digests if one.pictures else (),
-                        ),
-                        sample_seed(module.seed, f"probe:{number}"),
-                    )
-                    for number, one in examples[first : first + _BATCH_SIZE]
-                ]
+                prompts = []
+                for number, one in examples[first : first + _BATCH_SIZE]:
+                    uid = f"probe:{number}"
+                    digests = one.pictures.digests if one.pictures else ()
+                    ids = insert_pictures(module.backbone, one.prompt_ids.tolist(), digests)
+                    prompts.append(DecodePrompt(uid, ids, sample_seed(module.seed, uid)))
                 for _ in decode_stream(
                     module.backbone,
                     next(iter(module.decoders.values())),
@@ -174,11 +168,8 @@ class DiscriminationScore(Callback):
             logger.info("discrimination score, %s: %.4f", label, score)
             report = {"scores": self.scores, "curves": self.curves}
             write_json(self.folder / "discrimination.json", report)
-            plot_steps(
-                self.curves,
-                self.folder / "discrimination.png",
-                ylabel="variance of open entropies, nats²",
-            )
+            unit = "variance of open entropies, nats²"
+            plot_steps(self.curves, self.folder / "discrimination.png", ylabel=unit)
         return score
 
     def state_dict(self) -> dict[str, Any]:

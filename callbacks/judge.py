@@ -14,8 +14,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_dlm.reports.results import ResultFolder, ResultRow, drop_torn_line, write_json
+from lit_dlm.reports.results import ResultFolder, ResultRow, drop_torn_line
 from lit_dlm.rewards.chat import ChatEndpoint
+from lit_dlm.system.files import write_json
 from lit_dlm.system.options import at_least, one_of
 from lit_dlm.tasks import PromptExample
 
@@ -70,15 +71,9 @@ class HttpJudge(Callback):
             path = self.run_dir / "judge" / task / f"{method}.jsonl"
             verdicts = self._judged(path, results.rows(task, method), examples)
             judged = [verdict for verdict in verdicts.values() if verdict is not None]
-            summary.append(
-                {
-                    "task": task,
-                    "method": method,
-                    "judged": len(judged),
-                    "failures": len(verdicts) - len(judged),
-                    "accuracy": sum(judged) / len(judged) if judged else None,
-                }
-            )
+            counts = {"judged": len(judged), "failures": len(verdicts) - len(judged)}
+            accuracy = sum(judged) / len(judged) if judged else None
+            summary.append({"task": task, "method": method, **counts, "accuracy": accuracy})
         write_json(self.run_dir / "judge" / "summary.json", summary)
         logger.info("judge: %s", self.run_dir / "judge" / "summary.json")
 

@@ -57,9 +57,12 @@ class TrainingLog(Callback):
         if trainer.is_global_zero:
             whole = sum(size for size, _ in sizes)
             logger.info("training %s of %s parameters", f"{trained:,}", f"{whole:,}")
+        # A resumed run is as far as its checkpoint: time that another run spent says nothing about
+        # this one's speed.
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         self._told_at = time.monotonic()
-        self._began, self._first = _beginning(trainer), trainer.global_step
-        self._seconds, self._tokens = 0.0, 0
+        self._began = (self._told_at, _share_done(trainer, batches))
+        self._first, self._seconds, self._tokens = trainer.global_step, 0.0, 0
         self._loss = self._rate = None
 
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
@@ -84,7 +87,15 @@ class TrainingLog(Callback):
         self._tell(trainer, lambda: (share, self._fit_line(trainer, batch_idx + 1)))
 
     def _fit_line(self, trainer: Trainer, num_batches: int) -> str:
-        return f"{describe_fit(trainer, num_batches, self._began)}: {self._line(trainer)}"
+        """Returns progress, remaining time and values, ``num_batches`` into an epoch."""
+        text = f"Epoch {trainer.current_epoch + 1}"
+        if (trainer.max_epochs or -1) > 0:
+            text += f" of {trainer.max_epochs}"
+        text += f", step {trainer.global_step}"
+        if trainer.max_steps > 0:
+            text += f" of {trainer.max_steps}"
+        left = _time_left(self._began, _share_done(trainer, num_batches))
+        return f"{text}{left}: {self._line(trainer)}"
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
@@ -125,7 +136,9 @@ class TrainingLog(Callback):
         if self._tokens:
             speed = self._tokens / max(time.monotonic() - self._began[0], 1e-9)
             line += f", {speed:,.{1 if speed < 10 else 0}f} tokens/s"
-        return share, f"{line}{_time_left(self._began, share)}: {describe_stream(batch)}"
+        is_ours = isinstance(batch, PromptStream)
+        what = f"{batch.examples[0].task} · {batch.method}" if is_ours else "Predicting"
+        return share, f"{line}{_time_left(self._began, share)}: {what}"
 
     def _tell(
         self, trainer: Trainer, told: Callable[[], tuple[float, str]], *, at_once: bool = False
@@ -228,40 +241,12 @@ def _show_logs(trainer: Trainer) -> None:
                 logger.info("Curves: %s", path)
 
 
-def describe_stream(batch: Any) -> str:
-    """Returns task and method of a batch of ``predict``."""
-    is_ours = isinstance(batch, PromptStream)
-    return f"{batch.examples[0].task} · {batch.method}" if is_ours else "Predicting"
-
-
-def describe_fit(trainer: Trainer, num_batches: int, began: tuple[float, float]) -> str:
-    """Returns the progress and the remaining time of ``fit``, ``num_batches`` into an epoch.
-
-    ``began``: when this run began, and the share done then.
-    """
-    text = f"Epoch {trainer.current_epoch + 1}"
-    if (trainer.max_epochs or -1) > 0:
-        text += f" of {trainer.max_epochs}"
-    text += f", step {trainer.global_step}"
-    if trainer.max_steps > 0:
-        text += f" of {trainer.max_steps}"
-    return text + _time_left(began, _share_done(trainer, num_batches))
-
-
 def _time_left(began: tuple[float, float], share: float) -> str:
     since = share - began[1]
     if since <= 0 or share >= 1:
         return ""
     seconds = (time.monotonic() - began[0]) * (1 - share) / since
     return f", {timedelta(seconds=round(seconds))} left"
-
-
-def _beginning(trainer: Trainer) -> tuple[float, float]:
-    """Returns the time, and the share of ``fit`` that a former run has done."""
-    # A resumed run is as far as its checkpoint: time that another run spent says nothing about this
-    # one's speed.
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return time.monotonic(), _share_done(trainer, batches)
 
 
 def _share_done(trainer: Trainer, num_batches: int) -> float:

@@ -13,7 +13,7 @@ from lit_dlm.callbacks.adapter_checkpoint import require_no_former_run
 from lit_dlm.predict.decode import DecodedBatch, DecodeModule
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import rl_step_of
-from lit_dlm.system.options import of_kind
+from lit_dlm.system.options import of_kind, refuse
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import (
     BackgroundWriter,
@@ -67,24 +67,15 @@ class RecordShards:
             size = sum(path.stat().st_size for path in self.folder.glob("*.tar"))
             budget = int((max_gigabytes * 1e9 - size) / trainer.world_size)
             if budget <= 0:
-                raise ValueError(
-                    f"max_gigabytes: expected more than the {size / 1e9:.3g} GB that {self.folder} "
-                    f"holds, got {max_gigabytes:g}"
-                )
+                held = f"the {size / 1e9:.3g} GB that {self.folder} holds"
+                refuse("max_gigabytes", f"more than {held}", f"{max_gigabytes:g}")
         # No process may start a shard while another still counts what the folder holds, or the
         # budgets of the two would differ.
         trainer.strategy.barrier("shards_counted")
         self._pictures = PictureFolder(self.folder / PICTURES)
-        self._writer = BackgroundWriter(
-            TrajectoryShardWriter(
-                self.folder,
-                rank=trainer.global_rank,
-                run=run,
-                max_total_bytes=budget,
-                held=self.held,
-                **options,
-            )
-        )
+        options |= {"rank": trainer.global_rank, "max_total_bytes": budget, "held": self.held}
+        writer = TrajectoryShardWriter(self.folder, run=run, **options)
+        self._writer = BackgroundWriter(writer)
 
     def put_batch(self, decoded: DecodedBatch, metas: Sequence[Mapping[str, Any]] | None) -> None:
         """Queues the records of a captured batch; ``metas`` of each row are added to its own."""

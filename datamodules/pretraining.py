@@ -35,7 +35,6 @@ DRILL_EVERY = 5  # one in this many steps has drills, throughout the run
 RESULT_HIDE_CHANCE, OTHER_HIDE_CHANCE = 0.8, 0.1
 """Probability that a drill hides a token of a result, and any other token."""
 
-
 SUFFIX_SHARE = 0.25  # share of rows that hide a suffix instead of uniform cells
 
 

@@ -9,6 +9,7 @@ import random
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Literal
 
@@ -177,14 +178,9 @@ class PromptDataModule(LightningDataModule):
                 # depend on it.
                 key = (example.task, method, self.length_of(example))
                 groups.setdefault(key, []).append(example)
+        stream = partial(PromptStream, encode=self._module.encode, batch_size=self.rows)
         return [
-            PromptStream(
-                examples,
-                self._module.encode,
-                method=method,
-                response_length=length,
-                batch_size=self.rows,
-            )
+            stream(examples, method=method, response_length=length)
             for (_, method, length), examples in groups.items()
         ]
 

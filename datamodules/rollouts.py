@@ -17,7 +17,7 @@ from lit_dlm.rl.metrics import RolloutValidation, validation_of
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import RolloutSource, StoredRollouts
 from lit_dlm.rl.settings import RolloutSettings
-from lit_dlm.system.options import of_kind
+from lit_dlm.system.options import of_kind, refuse
 from lit_dlm.training.fit_loop import is_over, set_accumulation
 from lit_dlm.training.ranks import Ranks
 
@@ -50,13 +50,11 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
             reward.setup(module)
         source, validation = self._new_source(module), None
         if self.val_tasks:
-            self._limit = limit = trainer.limit_val_batches
-            if isinstance(limit, int):
-                limit *= self.rollout_batch_size * trainer.world_size
-            validation = validation_of(module, module.val_methods, self, limit=limit)
-            validation.is_mean = len(module.rollout_methods) > 1
+            is_mean = len(module.rollout_methods) > 1
+            validation = validation_of(module, module.val_methods, self, is_mean=is_mean)
             # For Lightning, a batch is a decoder with all prompts that it answers.
-            trainer.limit_val_batches = float(limit > 0)
+            self._limit = trainer.limit_val_batches
+            trainer.limit_val_batches = float(self._limit > 0)
         if stage == "fit":
             check_monitors(trainer, validation)
         ranks = Ranks(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
@@ -64,12 +62,10 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
 
     def _new_source(self, module: TraceRLModule) -> RolloutSource:
         if not module.replays_shards and (self.shards or self.engine):
-            given = "source" if self.shards else "engine"
-            raise ValueError(
-                f"{given}: expected {'online' if self.shards else 'none'} with "
-                f"{type(module).__name__}, which trains on what its own decodes saw, got "
-                f"{'shards' if self.shards else type(self.engine).__name__}"
-            )
+            kind = f"{type(module).__name__}, which trains on what its own decodes saw"
+            if self.engine is not None:
+                refuse("engine", f"none with {kind}", type(self.engine).__name__)
+            refuse("source", f"online with {kind}", "shards")
         if self.shards is None:
             return module.online_rollouts(module, module.rollout_methods, self)
         logger.warning(

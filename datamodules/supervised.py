@@ -18,22 +18,13 @@ from torch.utils.data import DataLoader
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.base import UNKNOWN_ID
 from lit_dlm.config.components import checked_component
-from lit_dlm.datamodules.resuming import (
-    ExampleRef,
-    ResumableDataModule,
-    refuse_overfit_batches,
-)
+from lit_dlm.datamodules.resuming import ExampleRef, ResumableDataModule, refuse_overfit_batches
 from lit_dlm.datamodules.supervised_sources import ModelFacts, ResponsesFile, SupervisedSource
 from lit_dlm.datamodules.trajectories import is_validation
 from lit_dlm.decoding.api import prompt_limit
 from lit_dlm.finetuning.sft import SFTModule
-from lit_dlm.system.options import at_least, of_kind, within
-from lit_dlm.training.batch import (
-    SupervisedBatch,
-    SupervisedExample,
-    collate,
-    needed_positions,
-)
+from lit_dlm.system.options import at_least, of_kind, refuse, within
+from lit_dlm.training.batch import SupervisedBatch, SupervisedExample, collate, needed_positions
 from lit_dlm.training.fit_loop import set_accumulation
 from lit_dlm.training.layout import row_tokens
 
@@ -226,10 +217,8 @@ class SupervisedDataModule(ResumableDataModule):
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         if not len(self.val_numbers):
             if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
-                raise ValueError(
-                    "data.val_fraction: expected a number above 0, the share that validate reads, "
-                    f"got {self.val_fraction}"
-                )
+                wanted = "a number above 0, the share that validate reads"
+                refuse("data.val_fraction", wanted, self.val_fraction)
             # An empty list tells Lightning that there is no validation; it warns about that anyway.
             warnings.filterwarnings(
                 "ignore", message=r"Total length of `list` across ranks is zero"
@@ -271,11 +260,9 @@ def check_learnable(
         has_pictures = what == "prompt" and example.pictures is not None
         outside = np.flatnonzero((ids < 0) | (ids >= vocab_size) & ~np.bool_(has_pictures))
         if len(outside):
-            raise ValueError(
-                f"{example.uid}: expected token ids from 0 to {vocab_size - 1}, which the model "
-                f"has, got {ids[outside[0]]} at {what} position {outside[0]}; were they made with "
-                "another tokenizer?"
-            )
+            wanted = f"token ids from 0 to {vocab_size - 1}, which the model has"
+            got = f"{ids[outside[0]]} at {what} position {outside[0]}"
+            refuse(example.uid, wanted, got, "; were they made with another tokenizer?")
     ids = example.response_ids
     if num_padding is not None:
         ids = ids[: example.answer_length(spec) + num_padding]
@@ -295,10 +282,8 @@ def check_pairs(examples: Sequence[SupervisedExample], module: SFTModule) -> Non
     texts = ("one response", "a chosen and a rejected response")
     for example in examples:
         if (example.rejected is not None) != wants_pairs:
-            raise ValueError(
-                f"{example.uid}: expected {texts[wants_pairs]} for {type(module).__name__}, "
-                f"got {texts[not wants_pairs]}"
-            )
+            wanted = f"{texts[wants_pairs]} for {type(module).__name__}"
+            refuse(example.uid, wanted, texts[not wants_pairs])
 
 
 _ROWS = 256  # number of examples checked together

@@ -21,7 +21,7 @@ from lit_dlm.config.components import Component
 from lit_dlm.datamodules.trajectories import is_correct
 from lit_dlm.predict.decode import encoded_turns
 from lit_dlm.system.json_lines import json_object
-from lit_dlm.system.options import at_least
+from lit_dlm.system.options import at_least, refuse
 from lit_dlm.tasks import Task
 from lit_dlm.tasks.conversations import CHATS, conversation
 from lit_dlm.tasks.sources import Row, read_rows
@@ -386,10 +386,8 @@ class RecordedPairs(Decodes):
                 sides[not grade].append(one)
         pairs = [pair for sides in groups.values() for pair in zip(*sides, strict=False)]
         if not pairs:
-            raise ValueError(
-                f"{shards}: expected a prompt with a right and a wrong decode, got none in "
-                f"{len(taken)} records of {len(groups)} prompts"
-            )
+            got = f"none in {len(taken)} records of {len(groups)} prompts"
+            refuse(str(shards), "a prompt with a right and a wrong decode", got)
         for chosen, rejected in pairs:
             yield _pair(chosen, rejected)
 

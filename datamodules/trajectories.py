@@ -278,10 +278,8 @@ class TrajectoryDataModule(ResumableDataModule):
             ("feature groups", groups, features.groups),
         ):
             if expected != stored:
-                raise ValueError(
-                    f"{self._name}: features of the block of record {uid!r} have another {name} "
-                    f"than the model: expected {expected}, got {stored}"
-                )
+                block = f"{self._name}: features of the block of record {uid!r}"
+                refuse(f"{block} have another {name} than the model", expected, stored)
 
     @property
     def tasks(self) -> list[str]:

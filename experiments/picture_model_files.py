@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from embedded_tokenizer import build_tokenizer
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -27,7 +28,6 @@ from lit_dlm.toy.pictures import (
     draw_shapes,
     split_of,
 )
-from lit_dlm.toy.vocabulary import build_tokenizer
 from lit_dlm.vision.patches import CODEBOOK, PatchTokenizer
 
 NUM_GREY = 128

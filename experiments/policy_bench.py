@@ -222,6 +222,7 @@ def main() -> None:
     words.add_argument(
         "--windows", nargs="+", choices=WINDOWS, default=["whole", "blocks-8"], help="of --extra"
     )
+    words.add_argument("--learnt", nargs="+", choices=LEARNT, default=list(LEARNT))
     words.add_argument("--listed", action="store_true", help="prints every validated cell alone")
     words.add_argument(
         "--seed", type=int, default=LIST_SEED, dest="list_seed", help="of test lists"
@@ -244,7 +245,8 @@ def main() -> None:
                 decode(options, name, "validation", folder, cells(extra, options.windows))
             else:
                 make(options, name)
-                write_curves(results.with_suffix(".json"), options, name)
+                if "outcome" in options.learnt:
+                    write_curves(results.with_suffix(".json"), options, name)
             write_table(results, collected(options))
     if options.listed:
         print(listing(results))
@@ -270,10 +272,10 @@ def make(options: argparse.Namespace, name: str) -> None:
     decode(options, name, "test", folder, {cell: rules[cell] for cell in rules if cell in chosen})
     folders = [run_of(options, name, seed) for seed in options.train_seeds]
     for folder in folders:
-        decode(options, name, "validation", folder, learnt(folder))
+        decode(options, name, "validation", folder, learnt(folder, options.learnt))
     chosen = fronts(validated(options, name, options.train_seeds))
     for folder in folders:
-        decoders = learnt(folder)
+        decoders = learnt(folder, options.learnt)
         decode(options, name, "test", folder, {c: decoders[c] for c in decoders if c in chosen})
 
 
@@ -288,7 +290,7 @@ def cells(
     }
 
 
-def learnt(folder: Path) -> dict[str, dict[str, Any]]:
+def learnt(folder: Path, policies: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Returns decoders with the learned policies of one training seed."""
     return {
         f"{policy}_{level:g}_{window}": {
@@ -303,7 +305,7 @@ def learnt(folder: Path) -> dict[str, dict[str, Any]]:
             "quota": "NoQuota",
             **WINDOWS[window],
         }
-        for policy, level, window in itertools.product(LEARNT, LEVELS, WINDOWS)
+        for policy, level, window in itertools.product(policies, LEVELS, WINDOWS)
     }
 
 
@@ -341,7 +343,7 @@ def train(options: argparse.Namespace, name: str, seed: int) -> None:
     """Makes traces, distils a policy from them, and trains it further on outcomes."""
     folder = run_of(options, name, seed)
     distil(options, name, seed, folder)
-    for kind in ("whole", "blocks"):
+    for kind in ("whole", "blocks") if "outcome" in options.learnt else ():
         flags = [] if kind == "whole" else decoder_flags(block(TRAINED_BLOCK))
         train_on_outcomes(
             options, name, seed, folder / kind, "--model.policy", folder / "policy", *flags

@@ -120,7 +120,7 @@ def _run(name: str, rest: list[str]) -> int:
         return 1
     except KeyboardInterrupt:  # before a run handles the signal itself, and in short commands
         return 128 + signal.SIGINT
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError, SyntaxError) as error:
         if os.environ.get("LIT_DLM_TRACEBACK"):
             raise
         message = " ".join(str(error).split())

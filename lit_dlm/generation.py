@@ -12,13 +12,7 @@ from rich.progress import track
 from lit_dlm.backbones import Backbone, load_backbone, tokenizer_of
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.decoding import ConfidencePolicy, Decoder, Observer
-from lit_dlm.decoding.api import (
-    DecodePrompt,
-    Detokenizer,
-    WorkQueue,
-    decode_stream,
-    length_buckets,
-)
+from lit_dlm.decoding.api import DecodePrompt, Detokenizer, WorkQueue, decode_stream, length_buckets
 from lit_dlm.tensors.precision import evaluating
 from lit_dlm.tensors.sampling import sample_seed
 from lit_dlm.trajectories.capture import TrajectoryCapture

@@ -23,9 +23,9 @@ from lit_dlm.backbones.architecture import (
 )
 from lit_dlm.backbones.location import unpinned
 from lit_dlm.backbones.lora import FEED_FORWARD, LoRASettings, adapter_parameters, peft_config
-from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights, write_json_object
-from lit_dlm.system.files import fitting, read_json_object
-from lit_dlm.system.options import of_declared_kinds
+from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights
+from lit_dlm.system.files import fitting, read_json_object, write_json
+from lit_dlm.system.options import of_declared_kinds, refuse
 from lit_dlm.vision.base import Vision
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,7 @@ def settings_for(folder: Path, architecture: Architecture, *, base: str | None) 
     # rank that its file cannot have would ask for memory without end.
     smallest = settings.rank * architecture.num_layers * architecture.hidden_size
     if smallest > weights.stat().st_size:
-        raise ValueError(
-            f"{folder / CONFIG_FILE}: expected the rank r of {weights.name}, got {settings.rank}"
-        )
+        refuse(str(folder / CONFIG_FILE), f"the rank r of {weights.name}", settings.rank)
     if trained_on := _differing_base(folder, base):
         message = (
             f"adapter: {folder} was trained on {trained_on}, expected one of {base} "
@@ -205,4 +203,4 @@ def write_adapter(
     ).to_dict()
     # As peft's own writer, which would follow a link.
     plain = {key: sorted(one) if isinstance(one, set) else one for key, one in config.items()}
-    write_json_object(folder / CONFIG_FILE, plain)
+    write_json(folder / CONFIG_FILE, plain, sort_keys=True)

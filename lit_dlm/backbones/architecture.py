@@ -30,7 +30,7 @@ from lit_dlm.backbones.experts import (
     from_llada_moe,
     llada2_key,
 )
-from lit_dlm.system.options import at_least, of_declared_kinds, within
+from lit_dlm.system.options import at_least, of_declared_kinds, refuse, within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -103,20 +103,15 @@ class Architecture(BackboneSpec):
         within("[0, 1]", of=of, attention_dropout=self.attention_dropout)
         is_divided = self.head_dim is not None or self.hidden_size % self.num_heads == 0
         if not is_divided or self.num_heads % self.kv_heads:
-            raise ValueError(
-                f"Architecture.num_heads: expected a divisor of hidden_size {self.hidden_size} (or "
-                f"head_dim) and a multiple of num_kv_heads {self.kv_heads}, got {self.num_heads}"
-            )
+            divisor = f"a divisor of hidden_size {self.hidden_size} (or head_dim)"
+            wanted = f"{divisor} and a multiple of num_kv_heads {self.kv_heads}"
+            refuse("Architecture.num_heads", wanted, self.num_heads)
         if (self.experts is None) == (self.decoder in WORDS):
-            raise ValueError(
-                f"Architecture.experts: expected with {' or '.join(WORDS)}, got {self.decoder}"
-            )
+            refuse("Architecture.experts", f"with {' or '.join(WORDS)}", self.decoder)
         spec = self.spec()
         ids = [spec.mask_id, spec.pad_id, spec.bos_id or 0, *spec.eos_ids, *spec.forbidden_ids]
         if beyond := [i for i in ids if not UNKNOWN_ID <= i < self.vocab_size]:
-            raise ValueError(
-                f"Architecture: expected ids below vocab_size {self.vocab_size}, got {beyond}"
-            )
+            refuse("Architecture", f"ids below vocab_size {self.vocab_size}", beyond)
 
     @property
     def kv_heads(self) -> int:

@@ -34,7 +34,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 # (github.com/pytorch/pytorch/issues/196678).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-
 AttentionRoute = Literal["auto", "sdpa", "varlen"]
 
 
@@ -223,7 +222,6 @@ ROUTES: dict[str, Callable[..., tuple[Tensor, None]]] = {
 
 for _name, _function in ROUTES.items():
     AttentionInterface.register(f"lit_dlm_{_name}", _function)
-
 
 _MANY_KEYS = 512
 """Number of keys from which attention on a CPU costs more than the overhead of its calls."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from lit_dlm.system.options import of_declared_kinds
+from lit_dlm.system.options import of_declared_kinds, refuse
 
 if TYPE_CHECKING:  # checks before a run need only the facts, not torch
     import torch
@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # checks before a run need only the facts, not torch
 
 UNKNOWN_ID = -1
 """Id of a special token that the files do not name; no real token has this id."""
-
 
 BlockOrigin = Literal["sequence", "response"]
 """Where blocks are counted from: the first real token of a row (the generators of SDAR and dLLM-RL;
@@ -65,10 +64,8 @@ class BackboneSpec:
             object.__setattr__(self, "forbidden_ids", (*self.forbidden_ids, self.mask_id))
         of_declared_kinds(self)
         if not self.eos_ids or (self.attention == "block" and not self.block_size):
-            raise ValueError(
-                "BackboneSpec: expected eos_ids, and a block_size with block attention, got "
-                f"{self.eos_ids} and {self.block_size}"
-            )
+            wanted = "eos_ids, and a block_size with block attention"
+            refuse("BackboneSpec", wanted, f"{self.eos_ids} and {self.block_size}")
 
 
 @dataclass(frozen=True)

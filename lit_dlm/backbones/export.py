@@ -24,13 +24,9 @@ from lit_dlm.backbones.loading import DType, torch_dtype
 from lit_dlm.backbones.location import is_local, locate
 from lit_dlm.backbones.lora import base_parameters_adapted, merged
 from lit_dlm.backbones.resolution import EXPORT_KEY, RELEASE_KEY
-from lit_dlm.backbones.weights import (
-    plain_tensor,
-    save_checkpoint,
-    save_weights,
-    write_json_object,
-)
-from lit_dlm.system.files import copy_file
+from lit_dlm.backbones.weights import plain_tensor, save_checkpoint, save_weights
+from lit_dlm.system.files import copy_file, write_json
+from lit_dlm.system.options import refuse
 
 ExportLayout = Literal["hf", "original"]
 
@@ -137,7 +133,7 @@ def export_model(
         save_checkpoint(sizes, read, folder, write=_is_first_process())
     if _is_first_process():
         # After the weights: a folder without a configuration does not load.
-        write_json_object(folder / "config.json", config)
+        write_json(folder / "config.json", config, sort_keys=True)
         _copy_code(backbone, folder)
 
 
@@ -163,10 +159,8 @@ def _exported_config(
             config[RELEASE_KEY] = dict(release)
         return config
     if release is None:
-        raise ValueError(
-            "layout: expected 'hf' for a model that came from no family's own files, got "
-            f"{layout!r}"
-        )
+        wanted = "'hf' for a model that came from no family's own files"
+        refuse("layout", wanted, repr(layout))
     config = dict(release)
     if spec.mask_id != UNKNOWN_ID:
         config["mask_token_id"] = spec.mask_id

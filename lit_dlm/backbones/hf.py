@@ -51,7 +51,7 @@ from lit_dlm.backbones.visibility import (
 )
 from lit_dlm.backbones.weights import files_digest
 from lit_dlm.system.extras import pip_install, required
-from lit_dlm.system.options import one_of, within
+from lit_dlm.system.options import one_of, refuse, within
 from lit_dlm.tensors.batches import gather_rows
 from lit_dlm.tensors.fused_head import TokenStats, token_stats
 from lit_dlm.tensors.graphs import explain_eager, runs_graphs
@@ -146,10 +146,8 @@ class HFBackbone(nn.Module, Backbone):
     ) -> None:
         super().__init__()
         if (path is None) == (architecture is None) or (architecture and from_ar):
-            raise ValueError(
-                "HFBackbone: expected one of path (for from_ar, too) and architecture, got "
-                f"{path}, {architecture}"
-            )
+            wanted = "one of path (for from_ar, too) and architecture"
+            refuse("HFBackbone", wanted, f"{path}, {architecture}")
         if load_in_4bit and (trainable or find_spec("bitsandbytes") is None):
             raise ValueError(
                 "HFBackbone.load_in_4bit: expected bitsandbytes "
@@ -494,10 +492,8 @@ class HFBackbone(nn.Module, Backbone):
             return mask, position_ids, None
         if mask is not None and mask.ndim != 2:
             if mask.ndim != 4 or mask.dtype != torch.bool:
-                raise ValueError(
-                    "mask: expected (B, L), or a boolean (B, 1, L, L), "
-                    f"got {mask.dtype} {tuple(mask.shape)}"
-                )
+                got = f"{mask.dtype} {tuple(mask.shape)}"
+                refuse("mask", "(B, L), or a boolean (B, 1, L, L)", got)
             # A query without any key would get NaN from the softmax, which spreads to all rows.
             return with_own_key(mask), position_ids, None
         visible = None if mask is None else key_visibility(mask)

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_dlm.backbones.architecture import (
-    FAMILIES,
-    HEAD_KEY,
-    Architecture,
-    original_key,
-    whole_key,
-)
+from lit_dlm.backbones.architecture import FAMILIES, HEAD_KEY, Architecture, original_key, whole_key
 from lit_dlm.backbones.attention import AttentionRoute
 from lit_dlm.backbones.experts import Piece, expert_biases
 from lit_dlm.backbones.location import is_local, locate, unpinned, weight_files

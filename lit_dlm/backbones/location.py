@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from huggingface_hub import DryRunFileInfo, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from lit_dlm.system.files import fitting, read_json_object
-
-if TYPE_CHECKING:
-    pass
-
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 """Folder of the embedded models."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from lit_dlm.backbones.architecture import LLADA_MODULES
 from lit_dlm.backbones.experts import expert_biases
 from lit_dlm.backbones.weights import plain_tensor
-from lit_dlm.system.options import at_least, within
+from lit_dlm.system.options import at_least, refuse, within
 from lit_dlm.tensors.precision import without_autocast
 
 if TYPE_CHECKING:  # peft takes seconds to import, and most runs have no adapter
@@ -63,9 +63,7 @@ class LoRASettings:
         modules = {LLADA_MODULES.get(name, name) for name in wanted}
         if not modules or not modules <= set(_ALL):
             known = {*_ALL, *LLADA_MODULES} - {"attn_norm", "ff_norm"}
-            raise ValueError(
-                f"lora.targets: expected 'attn', 'all' or some of {sorted(known)}, got {targets!r}"
-            )
+            refuse("lora.targets", f"'attn', 'all' or some of {sorted(known)}", repr(targets))
         return sorted(modules)
 
     def beside_experts(self) -> tuple[list[str], bool]:
@@ -73,14 +71,10 @@ class LoRASettings:
         modules = set(self.modules())
         if met := modules & FEED_FORWARD:
             if met != FEED_FORWARD:
-                raise ValueError(
-                    f"lora.targets: expected {sorted(FEED_FORWARD)} together in a model with "
-                    f"experts, got {sorted(met)}"
-                )
+                wanted = f"{sorted(FEED_FORWARD)} together in a model with experts"
+                refuse("lora.targets", wanted, sorted(met))
             if self.dropout:
-                raise ValueError(
-                    f"lora.dropout: expected 0 for an adapter on experts, got {self.dropout}"
-                )
+                refuse("lora.dropout", "0 for an adapter on experts", self.dropout)
         return sorted(modules - FEED_FORWARD), bool(met)
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from lit_dlm.config.files import maker
 from lit_dlm.system.files import fitting, read_folder, write_folder
-from lit_dlm.system.options import within
+from lit_dlm.system.options import refuse, within
 
 _CONFIG_FILE = "projector.json"
 _WEIGHTS_FILE = "projector.safetensors"
@@ -54,11 +54,9 @@ class ProjectorConfig:
     def check_positions(self, count: int) -> None:
         needed = max(self.hidden_rank, self.delta_rank)
         if count < needed:
-            raise ValueError(
-                f"PCA of hidden states: expected at least {needed} positions for "
-                f"hidden_rank={self.hidden_rank} and delta_rank={self.delta_rank}, got {count}; "
-                "take more projector_prompts, longer responses or smaller ranks"
-            )
+            ranks = f"hidden_rank={self.hidden_rank} and delta_rank={self.delta_rank}"
+            hint = "; take more projector_prompts, longer responses or smaller ranks"
+            refuse("PCA of hidden states", f"at least {needed} positions for {ranks}", count, hint)
 
     @property
     def groups(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lit_dlm.backbones.architecture import (
     FAMILIES,
@@ -34,11 +34,7 @@ from lit_dlm.backbones.tokenizer import (
     tokenizer_size,
 )
 from lit_dlm.system.files import fitting, read_json_object
-from lit_dlm.system.options import one_of
-
-if TYPE_CHECKING:
-    pass
-
+from lit_dlm.system.options import one_of, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +47,7 @@ MASK_TOKEN = "<|mask|>"
 
 # Values that options must have where they are present: with others, the decoders would compute
 # something else.
-_HF_OPTIONS = {
-    "hidden_act": "silu",
-    "use_sliding_window": False,
-    "quantization_config": None,
-}
+_HF_OPTIONS = {"hidden_act": "silu", "use_sliding_window": False, "quantization_config": None}
 _NO_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 0)
 _HF_SIZES = {
     **{name: name for name in ("vocab_size", "hidden_size", "intermediate_size")},
@@ -190,10 +182,9 @@ def resolve(
 def _expect_autoregressive(config: Mapping[str, Any], source: str) -> None:
     model_type = config.get("model_type")
     if model_type not in PLAIN_DECODERS or EXPORT_KEY in config:
-        raise ValueError(
-            f"{source}from_ar: expected an autoregressive {', '.join(PLAIN_DECODERS)} "
-            f"checkpoint, got a diffusion model of model_type {model_type!r} in config.json"
-        )
+        wanted = f"an autoregressive {', '.join(PLAIN_DECODERS)} checkpoint"
+        got = f"a diffusion model of model_type {model_type!r} in config.json"
+        refuse(f"{source}from_ar", wanted, got)
 
 
 def _ids_for_ar(
@@ -394,10 +385,8 @@ def _special_ids(
     }
     for field in ("mask_id", "eos_ids"):
         if ids[field] in (UNKNOWN_ID, (UNKNOWN_ID,)) and field not in overrides:
-            logger.warning(
-                "%sthe files name no %s; decoding needs it as spec_overrides.%s",
-                *(source, field, field),
-            )
+            message = "%sthe files name no %s; decoding needs it as spec_overrides.%s"
+            logger.warning(message, source, field, field)
     return ids
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone
+from lit_dlm.backbones.location import locate
 from lit_dlm.system.files import fitting, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from lit_dlm.backbones.location import locate
 
 _MOST_GROWTH = 512
 _GROWTH = {"NFKC": 11.0, "NFKD": 11.0, "NFC": 3.0, "NFD": 3.0, "ByteLevel": 2.0, "Metaspace": 4.0}

@@ -15,6 +15,7 @@ from lit_dlm.backbones.resolution import resolve
 from lit_dlm.backbones.tokenizer import read_added_tokens
 from lit_dlm.backbones.weights import load_weights
 from lit_dlm.system.files import fitting
+from lit_dlm.system.options import refuse
 from lit_dlm.vision.base import Vision, VisionSettings
 from lit_dlm.vision.magvit import Magvit
 from lit_dlm.vision.patches import CODEBOOK, PatchTokenizer
@@ -52,10 +53,7 @@ def tower_vision(
 ) -> TowerVision:
     """Returns LLaDA-V's tower and projector, whose weights are in the decoder's files."""
     if config.get("model_type") not in ("llava_llada", "llada") or "mm_vision_tower" not in config:
-        raise ValueError(
-            f"HFBackbone.vision: expected a LLaDA-V or MMaDA checkpoint, got "
-            f"{config.get('model_type')}"
-        )
+        refuse("HFBackbone.vision", "a LLaDA-V or MMaDA checkpoint", config.get("model_type"))
     with fitting(files[0].parent / "config.json"):
         vision = TowerVision(settings, config)
     weights = vision.stored_weights()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -20,7 +18,7 @@ from lit_dlm.system.files import (
     add_tensor,
     require_finite,
     tensors_digest,
-    write_atomically,
+    write_json,
     write_tensors,
 )
 
@@ -146,11 +144,7 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 
 
 def save_checkpoint(
-    sizes: Mapping[str, int],
-    read: Callable[[str], Tensor],
-    folder: Path,
-    *,
-    write: bool,
+    sizes: Mapping[str, int], read: Callable[[str], Tensor], folder: Path, *, write: bool
 ) -> None:
     """Writes ``model.safetensors``, or shards with an index where that grows too large.
 
@@ -181,15 +175,10 @@ def save_checkpoint(
         return
     if split.is_sharded:
         document = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_json_object(folder / INDEX_FILE, document)
+        write_json(folder / INDEX_FILE, document, sort_keys=True)
     else:
         (folder / INDEX_FILE).unlink(missing_ok=True)
     # Shards of an earlier export with another number of shards, which no index names now.
     for path in folder.glob("model*.safetensors"):
         if path.name not in shards:
             path.unlink()
-
-
-def write_json_object(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes one of a model's description files, replacing it as a whole."""
-    write_atomically(path, json.dumps(value, indent=2, sort_keys=True) + "\n")

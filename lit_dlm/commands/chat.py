@@ -18,6 +18,7 @@ from lit_dlm.commands.generation import (
     built,
     built_decoder,
     live_canvas,
+    unknown_words_hint,
 )
 from lit_dlm.config.files import compose
 from lit_dlm.config.parser import Parser
@@ -25,7 +26,6 @@ from lit_dlm.decoding import Decoder
 from lit_dlm.decoding.caches import NoCache
 from lit_dlm.generation import generate
 from lit_dlm.system.terminal import PlainConsole
-from lit_dlm.toy.vocabulary import unknown_words_hint
 
 HELP = """\
 /policy NAME    decode as configs/decode/NAME says (or another file), such as threshold_09

@@ -16,10 +16,10 @@ from lit_dlm.backbones.export import ExportLayout, export_model, own_layout, sav
 from lit_dlm.backbones.hf import HFBackbone, load_backbone
 from lit_dlm.backbones.loading import DType
 from lit_dlm.backbones.location import is_local, locate, unpinned
-from lit_dlm.reports.results import ResultFolder, write_json
+from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.summary import MethodSummary, markdown_tables, summarise_run
-from lit_dlm.system.files import read_json_object, write_atomically
-from lit_dlm.system.options import one_of
+from lit_dlm.system.files import read_json_object, write_atomically, write_json
+from lit_dlm.system.options import one_of, refuse
 from lit_dlm.training.checkpoint import copy_tokenizer
 from lit_dlm.vision.base import VisionSettings
 
@@ -125,10 +125,8 @@ def _require_own(folder: Path, *, other: str) -> None:
     # A model beside an adapter would be loaded with it.
     is_own = is_own and not (folder / other).exists()
     if not is_own and folder.exists() and any(folder.iterdir()):
-        raise ValueError(
-            f"folder: expected a new one or one that 'lit-dlm export' wrote, got {folder} with "
-            "other files; --force writes among them"
-        )
+        wanted = "a new one or one that 'lit-dlm export' wrote"
+        refuse("folder", wanted, f"{folder} with other files", "; --force writes among them")
 
 
 def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:

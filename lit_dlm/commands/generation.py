@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -20,13 +22,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import HFBackbone, load_backbone, tokenizer_of
+from lit_dlm.backbones.location import ASSETS
 from lit_dlm.config.files import compose
 from lit_dlm.config.parser import Parser
 from lit_dlm.decoding import Decoder, DecodeState, Observer, StepRecord
 from lit_dlm.generation import generate
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.system.terminal import PlainConsole, printable
-from lit_dlm.toy.vocabulary import unknown_words_hint
+from lit_dlm.toy.word_problems import ITEMS, NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +60,8 @@ class LiveCanvas(Observer):
                 if token == state.mask_id:
                     line.append("░", "dim")
                 elif not self._pieces.is_special(token):
-                    line.append(
-                        printable(self._pieces.text(token)), "bold green" if was != token else ""
-                    )
+                    text = printable(self._pieces.text(token))
+                    line.append(text, "bold green" if was != token else "")
             self._shown[row] = line
         self._live.update(Text("\n").join(self._shown.values()), refresh=True)
 
@@ -116,6 +118,23 @@ def main(arguments: Sequence[str]) -> int:
     if hint := unknown_words_hint(tokenizer, " ".join(prompts)):
         logger.warning("%s", hint)
     return 0
+
+
+def unknown_words_hint(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
+    """Says what ``tiny`` is if a prompt has words that it never saw; ``None`` for other models."""
+    if Path(tokenizer.name_or_path) != ASSETS / "tiny":
+        return None
+    known = {token.strip("Ġ") for token in tokenizer.get_vocab()}  # Ġ stands for a space
+    # Words that it saw are whole tokens; others fall into letters, which it knows as variables.
+    words = [word for word in re.findall(r"[^\W\d_]{2,}", text) if word not in known]
+    if not words:
+        return None
+    return (
+        f"tiny never saw {', '.join(map(repr, words[:5]))}: it is a toy of half a million "
+        "parameters that knows small Python functions and sums told as stories, with "
+        f"{len(NAMES)} names ({', '.join(NAMES)}) and {len(ITEMS)} things ({', '.join(ITEMS)}); "
+        "with --response_length 32 it answers 'Tom has 34 pens, finds 7, loses 5. How many pens?'"
+    )
 
 
 def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedTokenizerBase, Decoder]:

@@ -25,6 +25,7 @@ from lit_dlm.decoding.api import cut_at, length_buckets
 from lit_dlm.generation import generate
 from lit_dlm.likelihood import log_likelihood_bound
 from lit_dlm.reports.results import drop_torn_line
+from lit_dlm.system.options import refuse
 from lit_dlm.tensors.sampling import sample_seed
 
 logger = logging.getLogger(__name__)
@@ -134,9 +135,7 @@ class DiffusionLM(TemplateLM):
             (len(one["prompt"]) + one["length"], f"{request.task_name}, document {request.doc_id}")
             for one, request in zip(requested, requests, strict=True)
         )
-        keys = _numbered(
-            [json.dumps(one) for one in requested]
-        )  # each of equal ones has its own seed
+        keys = _numbered([json.dumps(one) for one in requested])  # equal ones have their own seeds
 
         def decode(rows: Sequence[int]) -> list[dict[str, Any]]:
             done = generate(
@@ -241,10 +240,8 @@ class DiffusionLM(TemplateLM):
         """Refuses requests (tokens, name) if the longest has more tokens than the model allows."""
         length, name = max(requested, default=(0, ""))
         if length > (limit := self.backbone.architecture.max_positions):
-            raise ValueError(
-                f"{name}: expected at most the {limit} positions of the model, got {length} tokens "
-                "of prompt and response"
-            )
+            wanted = f"at most the {limit} positions of the model"
+            refuse(name, wanted, f"{length} tokens of prompt and response")
 
     def _answered(
         self,

@@ -47,8 +47,7 @@ _NEEDED = {
     "predict": {"model": "predict_step", "data": "predict_dataloader"},
 }
 """Methods that a command calls, and that Lightning's base classes do not implement."""
-# The lock of the run folder, which outlives the command line object: it is let go when the command
-# has ended, whatever ended it.
+# Outlives the command line object: it is let go when the command has ended, whatever ended it.
 _held = ExitStack()  # the lock of the run folder
 
 
@@ -214,6 +213,8 @@ class ParsingCLI(CLI):
 
     def before_instantiate_classes(self) -> None: ...
 
+    def _set_seed(self) -> None: ...
+
     def instantiate_classes(self) -> None: ...
 
     def _run_subcommand(self, subcommand: str) -> None: ...
@@ -226,11 +227,10 @@ def parsed(arguments: Sequence[str], composed: Composed) -> dict[str, Any]:
 
 def main(arguments: Sequence[str], composed: Composed) -> int:
     """Runs a subcommand with its options; returns 1 if a class or a file refused its input."""
-    # Silences a deprecation inside Lightning itself, and its warnings about loaders that iterate
-    # over a queue or collate rows that are in memory.
     # Lightning passes its messages to the root logger as well, which has a handler here.
     if logging.getLogger().hasHandlers():
         logging.getLogger("lightning").handlers.clear()
+    # A deprecation inside Lightning; loaders that iterate over a queue or collate rows in memory.
     for pattern in (
         r"isinstance\(treespec, LeafSpec\)",
         "infer the batch indices",
@@ -238,6 +238,7 @@ def main(arguments: Sequence[str], composed: Composed) -> int:
         "does not have many workers",
         "than the logging interval",
         "across ranks is zero",  # a finished run that is started again has nothing left to do
+        "in eval mode at the start of training",  # so is a backbone that only answers
     ):
         warnings.filterwarnings("ignore", message=f".*{pattern}")
     try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.filesize import decimal
 
 from lit_dlm.reports.pieces import tokenizer_of
-from lit_dlm.system.options import at_least
+from lit_dlm.system.options import at_least, refuse
 from lit_dlm.system.terminal import PlainConsole, printable
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError, expect
 from lit_dlm.trajectories.store.files import shard_paths, side_files
@@ -233,11 +233,9 @@ def _recover(options: argparse.Namespace) -> None:
         console.print(table("Recovered", columns, rows))
     if side_files(options.folder):
         manifest = merge_manifest(options.folder)
-        console.print(
-            f"{options.folder}: {manifest['num_records']:,} records in "
-            f"{len(manifest['shards'])} shards, {decimal(manifest['bytes'], precision=2)}",
-            soft_wrap=True,
-        )
+        shards, size = len(manifest["shards"]), decimal(manifest["bytes"], precision=2)
+        text = f"{options.folder}: {manifest['num_records']:,} records in {shards} shards, {size}"
+        console.print(text, soft_wrap=True)
     if not rows:
         console.print("nothing to recover")
 
@@ -324,9 +322,7 @@ def _set_files(folder: Path) -> set[Path]:
 
 def _format(paths: Sequence[Path], option: str) -> str:
     endings = {path.suffix for path in paths}
-    expect(
-        len(endings) == 1 and endings <= set(_FORMATS),
-        f"{option}: expected one of the endings {', '.join(_FORMATS)}, got "
-        f"{', '.join(map(str, paths))}",
-    )
+    if len(endings) != 1 or not endings <= set(_FORMATS):
+        wanted = f"one of the endings {', '.join(_FORMATS)}"
+        refuse(option, wanted, ", ".join(map(str, paths)))
     return endings.pop()

@@ -359,6 +359,9 @@ def _require_known(value: Any, at: str) -> None:
         name = str(value.get("class_path", "."))
         if "." not in name and name not in NAMES:
             _refuse(at, f"unknown class '{name}'{nearest(name, NAMES)}")
+        parts = {"class_path", "init_args", "dict_kwargs"}
+        if parts & value.keys() and (beside := ", ".join(map(str, value.keys() - parts))):
+            _refuse(at, f"expected class_path and init_args alone; put {beside} below init_args")
         for key, item in value.items():
             _require_known(item, at if key == "init_args" else f"{at}.{key}".lstrip("."))
     elif isinstance(value, list):

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from importlib import import_module
 from pydoc import locate
 from typing import Any, NoReturn
@@ -102,10 +103,11 @@ def _translated(fault: str, value: str) -> str:
         ]
         if bases and isinstance(kind, type):
             return difference(kind, bases[0]) or fault
+    name = re.search(r"(?:No module named '|import path format: )([\w/-]+)", fault)
+    if name and f"{name[1]}.yaml" in value:
+        return f"there is no file '{name[1]}.yaml'"
     if match := re.search(r"No module named '([^']+)'", fault):
         return f"no module '{match[1]}' is installed or in {os.getcwd()}, the working folder"
-    if match := re.match(r"Unexpected import path format: (\S+\.yaml)$", fault):
-        return f"there is no file '{match[1]}'"
     if match := re.match(r"Not a valid subclass of (\w+)", fault):
         return f"expected a {match[1]}: a class's name, or class_path and init_args alone"
     return fault.replace(". Got value: ", ", got ")
@@ -126,7 +128,7 @@ def _without_option(path: Sequence[str], owners: Sequence[str], parser: Parser |
     # The same name elsewhere in the configuration: likely it was put one level too high or too low.
     at = re.compile(rf".+\.{re.escape(name)}(\.\w+)?")
     elsewhere = [one for one in _settings(parser.values if parser else {}) if at.fullmatch(one)]
-    if others := [one for one in elsewhere if one != ".".join(path)][:4]:
+    if others := [one for one in elsewhere if not f"{one}.".startswith(f"{'.'.join(path)}.")][:4]:
         return f"{message}; did you mean {' or '.join(map(repr, others))}?"
     return message + nearest(meant, known - {"args", "kwargs", name})
 
@@ -177,6 +179,10 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error and args is not None:
             args = [_as_yaml(argument) for argument in args]
         return super().parse_args(args, *rest, **options)
+
+    def _check_value_key(self, action: Any, value: Any, *rest: Any, **options: Any) -> Any:
+        # Takes dataclasses within apart; settings that two classes share are parsed again.
+        return super()._check_value_key(action, deepcopy(value), *rest, **options)
 
     def keys(self) -> list[str]:
         """Returns the options of the command, such as ``trainer.max_steps``."""

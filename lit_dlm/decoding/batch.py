@@ -117,11 +117,7 @@ class Batch:
 
     def _decide(self, state: DecodeState, requires: frozenset[str]) -> Decision:
         return decide(
-            state,
-            self._decoder,
-            self._forwards,
-            requires=requires,
-            policy_timer=self._policy_timer,
+            state, self._decoder, self._forwards, requires=requires, policy_timer=self._policy_timer
         )
 
     def watched(self, record: StepRecord) -> StepRecord:

@@ -25,7 +25,7 @@ from lit_dlm.decoding.quotas import FixedQuota, Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeState, initial_state
 from lit_dlm.decoding.windows import FullWindow, Window, check_window, default_window
-from lit_dlm.system.options import at_least
+from lit_dlm.system.options import at_least, refuse
 from lit_dlm.tensors.batches import row_index
 
 
@@ -160,7 +160,6 @@ class Decoder:
         dtype = getattr(torch, self.sampler.score_dtype)
         return replace(
             state,
-            is_cached=self.cache.keeps,
             budget=row_index(budgets, state.ids.device),
             memory=self.policy.new_memory(state, backbone.vocab_size, dtype),
         )
@@ -183,10 +182,7 @@ class Decoder:
         window, allowed = self.window or default_window(backbone.spec), self.sampler.allowed_ids
         check_window(window, backbone.spec)
         if allowed is not None and allowed[1] > backbone.vocab_size:
-            raise ValueError(
-                f"sampler.allowed_ids: expected ids of the model's {backbone.vocab_size}, "
-                f"got {allowed}"
-            )
+            refuse("sampler.allowed_ids", f"ids of the model's {backbone.vocab_size}", allowed)
         self.quota.check(window)
         if self.cache.keeps:
             self.cache.check(backbone, window)
@@ -286,10 +282,8 @@ def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dic
         if twice := sorted(result.keys() & points.keys()):
             raise ValueError(f"sweep.{name}: there is a decoder named '{twice[0]}' already")
         if len(points) < len(one.values):
-            raise ValueError(
-                f"sweep.{name}: expected values with names of their own, which have no dot, got "
-                f"{one.values} for {', '.join(points)}"
-            )
+            wanted = "values with names of their own, which have no dot"
+            refuse(f"sweep.{name}", wanted, f"{one.values} for {', '.join(points)}")
         result |= points
     return result
 

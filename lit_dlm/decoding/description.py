@@ -19,6 +19,7 @@ from lit_dlm.config.names import NAMES
 from lit_dlm.decoding.decoder import COMPONENTS, Decoder, DecodeSettings
 from lit_dlm.decoding.guidance import Guidance
 from lit_dlm.decoding.layout import Layout
+from lit_dlm.system.options import refuse
 
 
 def known_class(part: str, name: str) -> type | None:
@@ -109,7 +110,5 @@ def _check_names(
     where: str, given: Mapping[str, Any], known: set[str], needed: Set[str] = frozenset()
 ) -> None:
     if not needed <= set(given) <= known:
-        raise ValueError(
-            f"decoder description: {where}: expected {', '.join(sorted(needed or known))}, got "
-            f"{', '.join(sorted(given))}"
-        )
+        wanted, got = (", ".join(sorted(names)) for names in (needed or known, given))
+        refuse(f"decoder description: {where}", wanted, got)

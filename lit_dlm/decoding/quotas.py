@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import Window
-from lit_dlm.system.options import at_least
+from lit_dlm.system.options import at_least, refuse
 from lit_dlm.tensors.batches import DeviceTable
 
 
@@ -57,11 +57,9 @@ class _StepsQuota(Quota):
     def __init__(self, steps: int | None = None, *, steps_per_block: int | None = None) -> None:
         """Sets exactly one: the steps of the response, or those of each block."""
         at_least(1, steps=steps, steps_per_block=steps_per_block)
-        _expect(
-            (steps is None) != (steps_per_block is None),
-            f"{type(self).__name__}: expected exactly one of steps and steps_per_block, got "
-            f"{steps} and {steps_per_block}",
-        )
+        if (steps is None) == (steps_per_block is None):
+            wanted = "exactly one of steps and steps_per_block"
+            refuse(type(self).__name__, wanted, f"{steps} and {steps_per_block}")
         self.steps = steps
         self.steps_per_block = steps_per_block
 
@@ -87,9 +85,8 @@ class EvenQuota(_StepsQuota):
         steps = self.steps_per_block
         if steps is None:
             assert self.steps is not None
-            blocks = f"the {state.num_blocks} blocks"
-            is_even = self.steps % state.num_blocks == 0
-            _expect(is_even, f"steps: expected a multiple of {blocks}, got {self.steps}")
+            if self.steps % state.num_blocks:
+                refuse("steps", f"a multiple of the {state.num_blocks} blocks", self.steps)
             steps = self.steps // state.num_blocks
         # Counts of masks at entry, not of those left: a cap or a gate that held some back does not
         # change the shares of later steps.
@@ -121,11 +118,9 @@ class ScheduleQuota(_StepsQuota):
 
     def check(self, window: Window) -> None:
         # The first blocks would take all steps of the response.
-        _expect(
-            self.steps is None or window.blocks is None,
-            f"quota: {type(self).__name__} with {type(window).__name__} needs steps_per_block, "
-            "got steps",
-        )
+        if self.steps is not None and window.blocks is not None:
+            both = f"{type(self).__name__} with {type(window).__name__}"
+            raise ValueError(f"quota: {both} needs steps_per_block, got steps")
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         # Shares of what is left now, as in the release, so early truncation is made up for later.
@@ -153,9 +148,8 @@ class BudgetQuota(Quota):
         _expect_steps_kept(self, window, not window.slides)
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
-        blocks = f"the {state.num_blocks} blocks"
-        is_enough = self.steps >= state.num_blocks
-        _expect(is_enough, f"steps: expected at least one for each of {blocks}, got {self.steps}")
+        if self.steps < state.num_blocks:
+            refuse("steps", f"at least one for each of the {state.num_blocks} blocks", self.steps)
         left = (self.steps - state.step).clamp_min(1)
         masks = state.masked.sum(1)
         share = (masks + left - 1) // left
@@ -191,13 +185,6 @@ class CosineQuota(Quota):
 
 
 def _expect_steps_kept(quota: Quota, window: Window, is_kept: bool) -> None:
-    _expect(
-        is_kept,
-        f"window: expected one that keeps the steps of {type(quota).__name__}, such as "
-        f"FullWindow, got {type(window).__name__}",
-    )
-
-
-def _expect(is_met: bool, message: str) -> None:
-    if not is_met:
-        raise ValueError(message)
+    if not is_kept:
+        wanted = f"one that keeps the steps of {type(quota).__name__}, such as FullWindow"
+        refuse("window", wanted, type(window).__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_dlm.system.options import at_least, within
+from lit_dlm.system.options import at_least, refuse, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,8 @@ class Region:
 
     def marker_ids(self) -> list[int]:
         if isinstance(self.marker, str):
-            raise ValueError(
-                f"layout: region {self.name!r}: marker: expected token ids, got the text "
-                f"{self.marker!r} and no tokenizer that encodes it"
-            )
+            got = f"the text {self.marker!r} and no tokenizer that encodes it"
+            refuse(f"layout: region {self.name!r}: marker", "token ids", got)
         return self.marker or []
 
     def describe(self) -> dict[str, Any]:
@@ -100,10 +98,9 @@ class PlacedRegions:
         behind = 0
         for region in self.regions:
             if not behind <= region.start < region.end <= self.length:
-                raise ValueError(
-                    f"layout: region {region.name!r}: expected some of the cells {behind} to "
-                    f"{self.length - 1}, got {region.start} to {region.end - 1}"
-                )
+                wanted = f"some of the cells {behind} to {self.length - 1}"
+                got = f"{region.start} to {region.end - 1}"
+                refuse(f"layout: region {region.name!r}", wanted, got)
             behind = region.end
 
     def region_ids(self) -> Tensor:

@@ -96,21 +96,12 @@ class DecodeState:
     # row; None if it remembers nothing
     memory: Tensor | None = None
     window: Tensor | None = None  # (b, K) int64 columns of a step's window; None between steps
-    is_cached: bool = False  # whether steps take a part of the canvas from a cache
 
     @property
     def inside(self) -> Tensor:
         """``(b, L)`` bool: cells of the window."""
         assert self.window is not None
         return torch.zeros_like(self.masked).scatter_(1, self.window, True)
-
-    @property
-    def cache_age(self) -> Tensor:
-        """``(b,)`` int64 steps since the row entered its block, which refreshed its cache, or 0.
-
-        So old is what surrounds the window, whose own columns every step computes.
-        """
-        return self.block_step if self.is_cached else torch.zeros_like(self.block_step)
 
     @property
     def standing(self) -> Tensor:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Odd quintic of the iteration (K. Jordan, Muon, 2024), which moves singular values near one."""
 
-
 _MOMENTUM = 0.95  # of the gradients of matrices
 _BETAS = (0.9, 0.95)  # of AdamW
 

@@ -16,13 +16,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.finetuning.trainable import TrainableModule
-from lit_dlm.system.options import within
+from lit_dlm.system.options import refuse, within
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.tensors.schedules import warmup_cosine
 from lit_dlm.training.batch import SupervisedBatch
@@ -183,10 +184,11 @@ class SFTModule(TrainableModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         num_steps = self.trainer.estimated_stepping_batches
         if num_steps == float("inf"):
-            raise ValueError(
-                "trainer.max_steps: expected a length of the run (or max_epochs), which the "
-                "learning rate's schedule needs, got none"
-            )
+            needed = "a length of the run (or max_epochs), which the learning rate's schedule needs"
+            refuse("trainer.max_steps", needed, "none")
+        if self.warmup_steps >= num_steps:
+            told = f"warmup_steps: {self.warmup_steps} of {num_steps} updates"
+            rank_zero_info(f"{told}, so the learning rate stays below its setting")
         return self.scheduled(
             [value for value in self.parameters() if value.requires_grad],
             lambda step: warmup_cosine(

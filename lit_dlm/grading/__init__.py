@@ -7,4 +7,4 @@ from lit_dlm.grading.sandbox import (
     isolation_level as isolation_level,
     run_python_check as run_python_check,
 )
-from lit_dlm.grading.verdict import Status as Status, Verdict as Verdict
+from lit_dlm.grading.verdict import Verdict as Verdict

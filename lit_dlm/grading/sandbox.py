@@ -109,10 +109,8 @@ def isolation_method() -> IsolationMethod:
             reasons.append(f"{method}: {error}")
             continue
         if method == "landlock":
-            logger.warning(
-                "model-written code runs without namespaces (%s), see SECURITY.md",
-                "; ".join(reasons),
-            )
+            message = "model-written code runs without namespaces (%s), see SECURITY.md"
+            logger.warning(message, "; ".join(reasons))
         else:
             logger.info("model-written code runs in its own namespaces (%s)", method)
         return method

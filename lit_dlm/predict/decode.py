@@ -471,13 +471,9 @@ class DecodeModule(CheckedModule):
             # Set before the batch is handed over: the data set looks at it for the next call.
             stream.is_done = rows.is_last
             if rows.is_last:
-                logger.info(
-                    "%s, %s: %d prompts, %.0f tokens/s",
-                    stream.examples[0].task,
-                    stream.method,
-                    num_ended,
-                    num_tokens / max(seconds, 1e-9),
-                )
+                speed = num_tokens / max(seconds, 1e-9)
+                message = "%s, %s: %d prompts, %.0f tokens/s"
+                logger.info(message, stream.examples[0].task, stream.method, num_ended, speed)
             yield DecodedBatch(
                 examples=[stream.examples[number] for number in rows.numbers],
                 method=stream.method,

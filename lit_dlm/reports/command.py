@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from lit_dlm.reports.pages import fill, render
-from lit_dlm.reports.results import ResultFolder, ResultRow, write_json
+from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.samples import SampleSet, load_samples
 from lit_dlm.reports.summary import (
     MethodSummary,
@@ -23,7 +23,7 @@ from lit_dlm.reports.summary import (
     table_rows,
 )
 from lit_dlm.reports.tables import print_table
-from lit_dlm.system.files import write_atomically
+from lit_dlm.system.files import write_atomically, write_json
 from lit_dlm.system.terminal import PlainConsole, printable
 
 logger = logging.getLogger(__name__)

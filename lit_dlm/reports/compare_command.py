@@ -29,7 +29,8 @@ NOTE = (
 MAX_DIFFERENCES = 8
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command with the arguments after its name; returns the exit status."""
     command = argparse.ArgumentParser(
         prog="lit-dlm compare",
         description="Compares two benchmark runs on the samples that both have: accuracy with an "
@@ -44,12 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--out", type=Path, metavar="FILE", help="also write the table as Markdown"
     )
-    return command
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command with the arguments after its name; returns the exit status."""
-    command = _parser()
     options = command.parse_args(list(arguments))
     is_one_run = options.first.resolve() == options.second.resolve()
     if (options.a is None) != (options.b is None) or (is_one_run and options.a is None):

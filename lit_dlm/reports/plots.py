@@ -22,9 +22,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from lit_dlm.reports.results import write_json
 from lit_dlm.reports.summary import MethodSummary, by_task
-from lit_dlm.system.files import write_atomically
+from lit_dlm.system.files import write_atomically, write_json
 
 Curve = Sequence[tuple[int, float]]  # (optimiser step, value), by step
 MAX_CURVES = 9  # training curves of a run that are drawn
@@ -150,14 +149,9 @@ def method_styles(names: Sequence[str], theme: Theme = THEMES["light"]) -> list[
     for number, index in enumerate(indices):
         variant = indices[:number].count(index)
         colour = theme.series[index]
-        styles.append(
-            {
-                "color": colour,
-                "linestyle": _DASHES[variant % len(_DASHES)],
-                "marker": "os^Dv"[number % 5],
-                "markerfacecolor": theme.background if variant else colour,
-            }
-        )
+        line = {"color": colour, "linestyle": _DASHES[variant % len(_DASHES)]}
+        inside = theme.background if variant else colour
+        styles.append({**line, "marker": "os^Dv"[number % 5], "markerfacecolor": inside})
     return styles
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.config.files import setting_differences
-from lit_dlm.system.files import write_atomically
+from lit_dlm.system.files import write_atomically, write_json
 from lit_dlm.system.json_lines import json_object, parsed_json
 
 METADATA_FILE = "run.json"
@@ -211,11 +211,6 @@ def _parsed(text: bytes, origin: str) -> dict[str, Any]:
             f"{origin}: damaged, or written by an older version: it has another digest"
         )
     return value
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON value as :func:`write_atomically` does, indented by two."""
-    write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def drop_torn_line(path: Path) -> None:

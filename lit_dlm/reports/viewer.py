@@ -84,12 +84,9 @@ def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
     signals = [one.record.signals for viewed in sets for one in viewed.samples.samples]
     proposals = sum(len(one.get("step_proposal", ())) for one in signals)
     if proposals > MAX_PROPOSALS:
-        logger.warning(
-            "%d proposals of single steps are too many for one page (%d) and left out; show fewer "
-            "samples to see them",
-            proposals,
-            MAX_PROPOSALS,
-        )
+        message = "%d proposals of single steps are too many for one page (%d) and left out; "
+        message += "show fewer samples to see them"
+        logger.warning(message, proposals, MAX_PROPOSALS)
     content: dict[str, Any] = {"title": title, "sets": [], "samples": []}
     for number, (shown, pieces) in enumerate(sets):
         table = TokenTable(pieces, (sample.record for sample in shown.samples))

@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 KINDS = ("gif", "fill_order", "order", "statistics")
 MAX_TOGETHER = 3  # maximum number of decodes in one animation
 
-
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--out": {"type": Path, "metavar": "PAGE", "help": "the page to write, or its folder "
               "(default: traces.html beside what is shown)"},
@@ -42,7 +41,8 @@ _PICTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command with the arguments after its name; returns the exit status."""
     command = argparse.ArgumentParser(
         prog="lit-dlm view",
         description="Writes one HTML file that shows decodes step by step. It holds everything and "
@@ -64,12 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     for flag, settings in _PICTURES.items():
         drawn.add_argument(flag, type=Path, **settings)
     drawn.add_argument("--theme", choices=("light", "dark"), default="light")
-    return command
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command with the arguments after its name; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = command.parse_args(arguments)
     at_least(0, of="--", limit=options.limit)
     limit, methods = options.limit or None, options.method
     sources = [load_samples(options.source, limit=limit, names=options.sample, methods=methods)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from lit_dlm.grading import IsolationLevel, SandboxError, Verdict
 from lit_dlm.rewards.base import GroupFilter, Reward, RewardScore, Rollout
-from lit_dlm.system.options import at_least, refuse_first
+from lit_dlm.system.options import at_least, refuse, refuse_first
 from lit_dlm.tasks import Task, require_code_execution
 
 # Detail of the verdict on an overlong response.
@@ -135,6 +135,8 @@ def _added(
         shares = reward.score(group)
         message = f"reward {reward.name!r} gave {len(shares)} scores for {len(group)} responses"
         refuse_first((len(shares) != len(group), f"{group[0].example.uid}: {message}"))
+        if others := [one for one in shares if not isinstance(one, RewardScore)]:
+            refuse(f"reward {reward.name!r}", "a RewardScore for each response", repr(others[0]))
         rows = zip(scores, shares, group, strict=True)
         scores = [_sum(reward, score, share, rollout) for score, share, rollout in rows]
     return scores

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.base import Rows
+from lit_dlm.system.options import refuse
 from lit_dlm.tensors.batches import TensorBatch
 from lit_dlm.training.batch import SupervisedBatch, SupervisedExample, collate
 from lit_dlm.training.layout import lay_out
@@ -243,10 +244,8 @@ def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[Supervis
     """Returns records as training examples of one pass over them."""
     for record in records:
         if record.superseded is not None:
-            raise ValueError(
-                f"{record.uid}: expected a decode that writes every token once, got one with "
-                "rewritten tokens; use a policy without re-masking"
-            )
+            got = "one with rewritten tokens; use a policy without re-masking"
+            refuse(record.uid, "a decode that writes every token once", got)
     return [
         SupervisedExample(
             uid=record.uid,
@@ -288,10 +287,8 @@ class SampleBuilder:
     def __post_init__(self) -> None:
         is_block = self.spec.attention == "block"
         if self.masking.scores_responses and self.normalise is not None:
-            raise ValueError(
-                "objective.normalise: expected null with BoundViews, whose score of a response is "
-                f"a mean over its tokens, got {self.normalise!r}"
-            )
+            wanted = "null with BoundViews, whose score of a response is a mean over its tokens"
+            refuse("objective.normalise", wanted, repr(self.normalise))
         self.normalise = self.normalise or ("max_gen_length" if is_block else "group_mean")
         _check(self.masking, self.spec, self.copies)
 
@@ -442,10 +439,8 @@ def _check(masking: Masking, spec: BackboneSpec, copies: int) -> None:
             "objective.normalise weighs; leave it out"
         )
     if copies < 1 or (copies > 1 and spec.attention != "block"):
-        raise ValueError(
-            "packing: expected at least 1, and 1 with full attention (a state is a row of its "
-            f"own), got {copies}"
-        )
+        wanted = "at least 1, and 1 with full attention (a state is a row of its own)"
+        refuse("packing", wanted, copies)
 
 
 def order_of_writing(responses: SupervisedBatch, *, shrink: int = 1) -> tuple[Tensor, Tensor]:

@@ -34,11 +34,8 @@ _MEASURES = ("reward", "response_length", "num_steps", "correct", "graded")
 class RolloutValidation:
     """Decodes held-out prompts on all processes, scores the responses and averages the scores.
 
-    There is one engine per decoder; scores of the first decoder get the plain names.
+    Scores of the first decoder get the plain names; with ``is_mean``, means over all of them do.
     """
-
-    is_mean = False
-    """Whether means over all decoders get the plain names instead."""
 
     def __init__(
         self,
@@ -47,9 +44,10 @@ class RolloutValidation:
         problems: Sequence[Problem],
         *,
         num_responses: int = 1,
+        is_mean: bool = False,
     ) -> None:
         self.engines = dict(engines)
-        self.rewarder = rewarder
+        self.rewarder, self.is_mean = rewarder, is_mean
         self.prompts = {
             method: rollout_prompts(
                 problems,
@@ -108,12 +106,9 @@ class RolloutValidation:
 
 
 def validation_of(
-    module: TrainableModule, methods: Sequence[str], settings: RolloutSettings, *, limit: float
+    module: TrainableModule, methods: Sequence[str], settings: RolloutSettings, *, is_mean: bool
 ) -> RolloutValidation:
-    """Makes the validation of a run for some decoders.
-
-    ``limit``: share of the held-out prompts or, as an integer, number of responses per decoder.
-    """
+    """Makes the validation of a run for some decoders, within the trainer's limit of batches."""
     tasks, response_length = settings.val_tasks or [], settings.val_response_length
     response_length = response_length or settings.response_length
     # Rewards after the filters see only groups worth training on, and nothing is filtered here.
@@ -128,16 +123,17 @@ def validation_of(
     problems = encoded_problems(
         module, tasks, max_length=settings.max_prompt_length, response_length=response_length
     )
+    limit, size = module.trainer.limit_val_batches, settings.rollout_batch_size
     count = int(limit * len(problems))
     if isinstance(limit, int):
-        count = math.ceil(limit / settings.val_responses)
+        count = math.ceil(limit * size * module.trainer.world_size / settings.val_responses)
     return RolloutValidation(
         {
             method: DecodingEngine(
                 module,
                 method=method,
                 response_length=response_length,
-                batch_size=settings.rollout_batch_size,
+                batch_size=size,
                 overlong_margin=settings.overlong_margin,
             )
             for method in methods
@@ -151,6 +147,7 @@ def validation_of(
         ),
         problems[: max(count, 1)],
         num_responses=settings.val_responses,
+        is_mean=is_mean,
     )
 
 

@@ -21,15 +21,9 @@ from torch import Tensor
 from lit_dlm.rl.advantages import Advantage, StepGAE, outcome_rewards
 from lit_dlm.rl.batch import RolloutBatch, SampleBuilder, join, order_of_writing
 from lit_dlm.rl.metrics import rollout_metrics
-from lit_dlm.rl.rollout import (
-    Report,
-    Rollouts,
-    RolloutSource,
-    ScoredRollout,
-    groups_of,
-    in_order,
-)
+from lit_dlm.rl.rollout import Report, Rollouts, RolloutSource, ScoredRollout, groups_of, in_order
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
+from lit_dlm.system.options import refuse
 from lit_dlm.training.ranks import ALONE, Ranks
 from lit_dlm.training.states import Masking
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
@@ -239,11 +233,8 @@ def _after(
     progress: RLProgress, rollouts: Rollouts, *, reward: float, is_empty: bool
 ) -> RLProgress:
     if is_empty:
-        logger.warning(
-            "RL step %d: the filters dropped all %d groups, nothing is learnt in this step",
-            progress.step,
-            rollouts.num_prompts,
-        )
+        message = "RL step %d: the filters dropped all %d groups, nothing is learnt in this step"
+        logger.warning(message, progress.step, rollouts.num_prompts)
     past = reward if progress.smoothed is None else progress.smoothed
     return RLProgress(
         step=progress.step + 1,
@@ -333,10 +324,8 @@ def estimate_advantages(
     compared, maskable = _compared(rollouts, advantage), samples.responses.maskable
     paid = [one.record.uid for one in rollouts if one.token_rewards is not None]
     if paid and not policy.takes_token_rewards:
-        raise ValueError(
-            f"{paid[0]}: expected rewards of responses, got rewards per token, but neither "
-            "BoundViews nor commits have states of single tokens"
-        )
+        why = ", but neither BoundViews nor commits have states of single tokens"
+        refuse(paid[0], "rewards of responses", "rewards per token", why)
     if policy.value is None and not paid:
         table = compared[:, None].expand_as(maskable)
         return Estimates(advantages=table.clone(), members=maskable)

@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from starlette.requests import ClientDisconnect
 
 from lit_dlm.decoding.api import DecodePrompt, cut_at
 from lit_dlm.generation import Prompt, token_ids
@@ -220,9 +221,11 @@ def _problem(status: int, message: str) -> dict[str, Any]:
 
 async def _refuse(_: Request, error: Exception) -> Response:
     """Answers with OpenAI's error object."""
-    status, message = 503 if isinstance(error, UnavailableError) else 400, str(error)
+    status, message = 500, "the server has failed; its log says why"
     if isinstance(error, StarletteHTTPException):
         status, message = error.status_code, str(error.detail)
+    elif isinstance(error, ValueError | UnavailableError):
+        status, message = 400 if isinstance(error, ValueError) else 503, str(error)
     return JSONResponse(_problem(status, " ".join(message.split())), status)
 
 
@@ -275,7 +278,8 @@ def application(
             raise HTTPException(401, "Authorization: expected 'Bearer' and the key of this server")
 
     app = FastAPI(openapi_url=None, dependencies=[Depends(authorise)])
-    for kind in (StarletteHTTPException, ValueError, UnavailableError):
+    # Whoever has left hears nothing, but the log would have a traceback.
+    for kind in (StarletteHTTPException, ValueError, UnavailableError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _refuse)
 
     def encode(prompt: Prompt) -> list[int]:

@@ -50,6 +50,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
+def write_json(path: Path, value: Any, *, sort_keys: bool = False) -> None:
+    """Writes a JSON value as :func:`write_atomically` does, indented by two."""
+    write_atomically(path, json.dumps(value, indent=2, sort_keys=sort_keys) + "\n")
+
+
 def copy_file(source: Path, folder: Path) -> None:
     """Copies a file into a folder, where readers see all of it or what was there before."""
     with replacing(folder / source.name) as partial:

@@ -25,7 +25,7 @@ from lit_dlm.grading.answers import GRADERS
 from lit_dlm.grading.child.extraction import whole_part
 from lit_dlm.grading.code import ExtractedCode, extract_code, python_block, ungradable
 from lit_dlm.grading.sandbox import require_permission, run_python_check
-from lit_dlm.system.options import at_least, within
+from lit_dlm.system.options import at_least, refuse, within
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.vision.pictures import Picture
 
@@ -306,11 +306,10 @@ def require_code_execution(
         return None
     level = isolation_level()
     if isolation == "namespaces" and level != isolation:
-        raise ValueError(
-            f"require_isolation: expected namespaces, got {level}, which is all that this machine "
-            "gives ('lit-dlm doctor' says why); install bubblewrap, allow user namespaces, or set "
-            f"require_isolation: {level} (SECURITY.md)"
-        )
+        got = f"{level}, which is all that this machine gives ('lit-dlm doctor' says why)"
+        way_out = f"or set require_isolation: {level} (SECURITY.md)"
+        hint = f"; install bubblewrap, allow user namespaces, {way_out}"
+        refuse("require_isolation", "namespaces", got, hint)
     return level
 
 
@@ -345,12 +344,10 @@ def template_text(given: str, *, kind: Literal["prompt", "chat"], option: str = 
     if "{{" in given or "{%" in given:
         return given
     path = Path(given).expanduser()
-    if os.path.isfile(path):  # no error where the name is too long
-        return path.read_text(encoding="utf-8")
-    raise ValueError(
-        f"{option}: expected a file, a text with fields such as {{{{ question }}}}, or one of "
-        f"{', '.join(shipped)}, got {given!r}"
-    )
+    if not os.path.isfile(path):  # no error where the name is too long
+        texts = "a text with fields such as {{ question }}"
+        refuse(option, f"a file, {texts}, or one of {', '.join(shipped)}", repr(given))
+    return path.read_text(encoding="utf-8")
 
 
 class PromptTemplate:

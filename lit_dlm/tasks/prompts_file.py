@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lit_dlm.grading.answers import parse_number
+from lit_dlm.system.options import refuse
 from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.conversations import conversation
 from lit_dlm.tasks.sources import Row
@@ -75,9 +76,8 @@ class PromptsFile(DatasetTask):
 
     def reference_completion(self, example: PromptExample) -> str:
         if self.grading == "none":
-            raise ValueError(
-                f"{example.uid}: expected a task with grading, whose answers are its references, "
-                "got grading: none; ResponsesFile takes answers without it"
-            )
+            wanted = "a task with grading, whose answers are its references"
+            hint = "; ResponsesFile takes answers without it"
+            refuse(example.uid, wanted, "grading: none", hint)
         answer = example.reference["answer"]
         return f"\\boxed{{{answer}}}" if self.grading == "math" else answer

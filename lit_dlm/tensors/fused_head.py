@@ -97,12 +97,7 @@ class _FusedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        scale: float,
-        forbidden: _Forbidden,
+        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, scale: float, forbidden: _Forbidden
     ) -> tuple[Tensor, Tensor, Tensor]:
         N = len(rows)
         dtype = _compute_dtype(rows)
@@ -232,10 +227,7 @@ def _compute_dtype(rows: Tensor) -> torch.dtype:
 
 
 def _logit_slices(
-    rows: Tensor,
-    weight: Tensor,
-    scale: float,
-    forbidden: _Forbidden,
+    rows: Tensor, weight: Tensor, scale: float, forbidden: _Forbidden
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """Yields rows, ids, their logits and an equally large buffer; the next slice reuses both."""
     dtype = _compute_dtype(rows)

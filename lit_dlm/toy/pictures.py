@@ -27,7 +27,6 @@ from lit_dlm.system.extras import pip_install, required
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.drawings import PictureScorer
 from lit_dlm.toy.generated import GeneratedTask, Problem
-from lit_dlm.toy.vocabulary import PICTURE_MARKS
 from lit_dlm.vision.patches import CODEBOOK, PatchTokenizer
 from lit_dlm.vision.pictures import Picture, picture_from_text
 
@@ -48,6 +47,8 @@ SHAPES = {  # 3 x 3 pixels
     "cross": ("#.#", ".#.", "#.#"),
 }
 _ANSWER = re.compile(r"[a-z]+|\d+")
+PICTURE_MARKS = ("<|mmu|>", "<|soi|>", "<|eoi|>")
+"""Marks, as in MMaDA: a question about pictures follows; a picture begins; a picture ends."""
 
 Pixels = NDArray[np.uint8]
 Kind = Literal["digit", "sum", "colour", "count"]

@@ -83,12 +83,9 @@ class AutoencoderModule(CheckedModule):
         errors = self.autoencoder(rows[chosen])
         loss: Tensor = errors["hidden"] + errors["delta"]
         scores = {"loss": loss.detach(), **{f"{k}_mse": v.detach() for k, v in errors.items()}}
-        self.log_dict(
-            {f"{stage}/{name}": value for name, value in scores.items()},
-            batch_size=max(count, 1),
-            sync_dist=stage == "val",
-            prog_bar=stage == "val",
-        )
+        is_val = stage == "val"
+        logged = {f"{stage}/{name}": value for name, value in scores.items()}
+        self.log_dict(logged, batch_size=max(count, 1), sync_dist=is_val, prog_bar=is_val)
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_dlm.system.options import at_least
+from lit_dlm.system.options import at_least, refuse
 from lit_dlm.training.terms import LossTerms
 
 _FRONT_SLOPE = 0.5
@@ -70,10 +70,9 @@ def acceptance_weights(
     if settings.wrong_trace_weight != 1.0:
         # A wrong answer teaches the network to trust the mistakes that led to it.
         if is_correct is None:
-            raise ValueError(
-                "AcceptanceLossSettings.wrong_trace_weight: expected graded traces (generate them "
-                "with the shard writer's grade: true), got traces without a grade"
-            )
+            wanted = "graded traces (generate them with the shard writer's grade: true)"
+            option = "AcceptanceLossSettings.wrong_trace_weight"
+            refuse(option, wanted, "traces without a grade")
         weight = weight * torch.where(is_correct, 1.0, settings.wrong_trace_weight)[:, None]
     return weight
 

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.backbones.projection import Projector
 from lit_dlm.predict.decode import DecodeModule
-from lit_dlm.system.options import one_of, within
+from lit_dlm.system.options import one_of, refuse, within
 from lit_dlm.tensors.sampling import confidence, entropy, margin
 from lit_dlm.tracelock.loss import (
     AcceptanceLossSettings,
@@ -121,8 +121,6 @@ class TraceLockModule(DecodeModule):
         within("(0, 1]", min_crop_ratio=min_crop_ratio)
         made = scorer_to_train(backbone, policy, projector, head=head, settings=settings)
         self.scorer = made.train()
-        # Traces are not of one window, cache or price: what is told is learnt on outcomes.
-        one_of((), of="settings.", inputs=self.scorer.settings.inputs)
         self.loss_settings = loss or AcceptanceLossSettings()
         if self.loss_settings.written_tail:  # the network must see written positions
             of = "loss.written_tail: settings."
@@ -141,10 +139,8 @@ class TraceLockModule(DecodeModule):
 
     def configure_model(self) -> None:
         if self.device_mesh is not None:
-            raise ValueError(
-                "trainer.strategy: expected ddp or one device for TraceLock, whose network is "
-                "small and whose backbone is frozen, got ModelParallelStrategy"
-            )
+            why = "for TraceLock, whose network is small and whose backbone is frozen"
+            refuse("trainer.strategy", f"ddp or one device {why}", "ModelParallelStrategy")
 
     # -- what the network sees -------------------------------------------------------------------
 

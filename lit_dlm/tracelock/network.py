@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lit_dlm.system.options import at_least, within
+from lit_dlm.system.options import at_least, refuse, within
 from lit_dlm.tensors.sampling import top_quota
 
 _MAX_LENGTH = 256
@@ -51,10 +51,8 @@ class AcceptanceConfig:
         at_least(1, of=of, width=self.width, num_heads=self.num_heads, ffn_width=self.ffn_width)
         within("[1, 1000]", of=of, num_layers=self.num_layers)
         if self.width % (2 * self.num_heads):
-            raise ValueError(
-                "AcceptanceConfig.width: expected a multiple of 2 * num_heads = "
-                f"{2 * self.num_heads}, got {self.width}"
-            )
+            wanted = f"a multiple of 2 * num_heads = {2 * self.num_heads}"
+            refuse("AcceptanceConfig.width", wanted, self.width)
         within("[0, 1)", of=of, dropout=self.dropout)
 
 
@@ -254,10 +252,7 @@ class EncoderLayer(nn.Module):
         self.out = nn.Linear(width, width)
         self.norm_ffn = nn.LayerNorm(width)
         self.ffn = nn.Sequential(
-            nn.Linear(width, ffn_width),
-            nn.GELU(),
-            nn.Dropout(dropout),
-            nn.Linear(ffn_width, width),
+            nn.Linear(width, ffn_width), nn.GELU(), nn.Dropout(dropout), nn.Linear(ffn_width, width)
         )
         self.drop = nn.Dropout(dropout)
 

@@ -59,18 +59,16 @@ class CommitCapture(TrajectoryCapture):
     """
 
     def __init__(self, policy: TraceLockPolicy, *, vocab_size: int) -> None:
-        scorer, inputs = policy.scorer, policy.scorer.settings.inputs
-        groups = feature_groups(scorer.projector.config, scorer.settings.features)
+        scorer = policy.scorer
         features = FeatureCapture(
             function=scorer.features,
             hidden_layers=scorer.settings.hidden_layers,
-            groups=groups + (1,) * len(inputs),
+            groups=feature_groups(scorer.projector.config, scorer.settings.features),
             projector_digest=scorer.projector.digest(),
             scheme="fp16",
             layout="masked",
             scores=scorer.settings.features.scores,
             whole_response=False,  # the network scores candidates alone
-            more=(lambda step: policy.told(step.state, step.candidates)) if inputs else None,
         )
         signals: dict[str, StepSignal] = {
             "step_commit": lambda step: torch.where(
@@ -244,15 +242,15 @@ class TraceLockRLModule(TraceRLModule):
         policy: folder of the policy to start from; ``null`` starts from random weights.
         projector: folder of the projector, for a policy with random weights.
         head: architecture of a policy with random weights.
-        settings: what a policy with random weights sees. To one of a folder, which keeps what it
-            sees, only their ``inputs`` are added, if it has none; their weights begin with 0.
+        settings: inputs of a policy with random weights.
         windows: by name, the windows and caches of rollouts, which RL steps take in turn; each
             replaces those of the decoders. Validation decodes in all of them: ``val/reward`` and
             the like are means, and those of a window begin with ``val/DECODER_NAME/``.
         forks: whether responses to a prompt differ in one decision each, which alone is trained
             (:mod:`lit_dlm.tracelock.forks`), instead of being drawn; ``LessFirst`` is the advantage
             for these.
-        constraint: raises the price of ``ForwardPrice`` while accuracies hold; ``null`` leaves it.
+        constraint: lowers the price of ``ForwardPrice`` while an accuracy of validation is below
+            that of the first one; ``null`` leaves it.
         optimizer: constructor of the optimiser.
         common: options of :class:`~lit_dlm.rl.module.TraceRLModule`, except those of states, policy
             loss and value model.
@@ -294,13 +292,12 @@ class TraceLockRLModule(TraceRLModule):
         )
         backbone.requires_grad_(False)
         self.scorer = scorer_to_train(backbone, policy, projector, head=head, settings=settings)
-        if policy is not None and settings is not None:
-            self.scorer = self.scorer.with_inputs(settings.inputs)
         # Records hold the features of masked positions alone.
         one_of("masked", of="settings.", layout=self.scorer.settings.layout)
         self.scorer.eval()
         self.constraint = constraint
-        self._priced: ForwardPrice | None = None  # the reward whose price is told or changes
+        self._priced: ForwardPrice | None = None  # the reward whose price changes
+        self._most = 0.0  # what it was at the start
         self._start: dict[str, float] = {}  # accuracies of the first validation, by name
         self.rows = CommitSamples(self.masking, self.row_spec, seed=self.seed, is_forked=forks)
         self.initial = None
@@ -354,24 +351,16 @@ class TraceLockRLModule(TraceRLModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        is_told = "price" in self.scorer.settings.inputs
-        if stage != "fit" or not (is_told or self.constraint):
+        if stage != "fit" or self.constraint is None:
             return
         rewards = self.trainer.datamodule.rewards  # type: ignore[attr-defined]
         self._priced = next((one for one in rewards if isinstance(one, ForwardPrice)), None)
         if self._priced is None:
-            refuse("data.rewards", "ForwardPrice, for a price that is told or changes", "none")
-        if self.constraint is not None:
-            within("(0, inf)", of="constraint: ForwardPrice.", price=self._priced.price)
-            if self.loop.validation is None or "accuracy" not in self.loop.validation.names:
-                refuse("constraint", "graded val_tasks, whose accuracy is to hold", "none")
-        self._set_price(self._priced.price)
-
-    def _set_price(self, price: float) -> None:
-        assert self._priced is not None
-        self._priced.price = price
-        if "price" in self.scorer.settings.inputs:
-            self.scorer.commits = replace(self.scorer.commits, price=price)
+            refuse("data.rewards", "ForwardPrice, for a price that changes", "none")
+        self._most = self._priced.price
+        within("(0, inf)", of="constraint: ForwardPrice.", price=self._most)
+        if self.loop.validation is None or "accuracy" not in self.loop.validation.names:
+            refuse("constraint", "graded val_tasks, whose accuracy is to hold", "none")
 
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
@@ -379,7 +368,9 @@ class TraceLockRLModule(TraceRLModule):
             return
         now = {k: v for k, v in self.loop.validation.last.items() if k.endswith("accuracy")}
         if self._start and not self.trainer.sanity_checking:
-            self._set_price(self.constraint.next(self._priced.price, self._start, now))
+            price = self._priced.price
+            price = self.constraint.next(price, self._start, now, most=self._most)
+            self._priced.price = price
         self._start = {**now, **self._start}
         self.log("val/price", self._priced.price, sync_dist=True)
 
@@ -431,7 +422,7 @@ class TraceLockRLModule(TraceRLModule):
         super().on_load_checkpoint(checkpoint)
         if self.constraint is not None and self._priced is not None and _PRICE in checkpoint:
             self._start = dict(checkpoint[_PRICE]["start"])
-            self._set_price(checkpoint[_PRICE]["price"])
+            self._priced.price = checkpoint[_PRICE]["price"]
 
     def parameter_groups(self) -> tuple[list[Tensor], list[Tensor]]:
         return list(self.scorer.head.parameters()), []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tensors.sampling import top_quota, uniform_noise
 from lit_dlm.tracelock.network import PositionState, accepted
 from lit_dlm.tracelock.released import RELEASED, read_released
-from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings, as_record
+from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings
 
 _STREAM = 23  # separate from the draws of samplers and captures
 
@@ -47,7 +47,6 @@ class TraceLockPolicy(CommitPolicy):
         max_accept_per_step: most acceptances of a row in one step, which keeps the best ones, or
             ``null`` for no cap; by default as the ``folder`` says (older ones: 4, as in the
             release, where this is a hidden default).
-        price: what a forward costs, told to a policy that has this input; by default the folder's.
         temperature: above 0, every candidate is committed at random, with even odds at the
             threshold; training on outcomes explores in this way.
         release_compat: decides as the release does: the end-of-text gate knows only the end of
@@ -67,7 +66,6 @@ class TraceLockPolicy(CommitPolicy):
         *,
         threshold: float | None = None,
         max_accept_per_step: int | Literal["folder"] | None = "folder",
-        price: float | None = None,
         temperature: float = 0.0,
         release_compat: bool = False,
         scorer: AcceptanceScorer | None = None,
@@ -77,7 +75,7 @@ class TraceLockPolicy(CommitPolicy):
         within("(0, 1)" if temperature else "[0, 1]", threshold=threshold)
         if max_accept_per_step != "folder":
             at_least(1, max_accept_per_step=max_accept_per_step)
-        at_least(0, temperature=temperature, price=price)
+        at_least(0, temperature=temperature)
         if temperature and (release_compat or max_accept_per_step is not None):
             raise ValueError(
                 "TraceLockPolicy.temperature: expected max_accept_per_step null and release_compat "
@@ -88,7 +86,6 @@ class TraceLockPolicy(CommitPolicy):
             self.scorer = scorer.eval()
         self.threshold = threshold
         self.max_accept_per_step = max_accept_per_step
-        self.price = price
         self.temperature = temperature
         self.release_compat = release_compat
         # A quota would have to choose among draws, which have no order.
@@ -107,10 +104,8 @@ class TraceLockPolicy(CommitPolicy):
         elif is_hub_id(path):
             path = str(locate(path))
         if not Path(path).is_dir():
-            raise ValueError(
-                f"policy.path: expected a folder with a trained policy, got none at {path}; "
-                "make it first with fit --config exp/tracelock_tiny, or that of your model"
-            )
+            hint = "; make it first with fit --config exp/tracelock_tiny, or that of your model"
+            refuse("policy.path", "a folder with a trained policy", f"none at {path}", hint)
         if (Path(path) / RELEASED).is_file():
             return read_released(Path(path))
         return AcceptanceScorer.load(path)
@@ -118,8 +113,8 @@ class TraceLockPolicy(CommitPolicy):
     @property
     def commits(self) -> CommitSettings:
         """What is in effect: the options given, in place of the folder's."""
-        unset = {"threshold": None, "max_accept_per_step": "folder", "price": None}
-        given = {name: getattr(self, name) for name in unset}
+        given = {"threshold": self.threshold, "max_accept_per_step": self.max_accept_per_step}
+        unset = {"threshold": None, "max_accept_per_step": "folder"}
         options: dict[str, Any] = dict(given.items() - unset.items())
         return replace(self.scorer.commits, **options)
 
@@ -181,7 +176,6 @@ class TraceLockPolicy(CommitPolicy):
             scorer.to(proposal.hidden.device)
         # The window cuts the network's view as in the release, so that what it says of a position
         # does not depend on how much canvas follows.
-        told = self.told(state, candidates) if scorer.settings.inputs else None
         visible = left_of_window_end(state.masked, candidates)
         if state.pad_mask is not None:
             visible = visible & state.pad_mask
@@ -191,47 +185,31 @@ class TraceLockPolicy(CommitPolicy):
         if reads_are_free(visible.device):
             # Packed rows save the work on positions that are not seen, but need their number.
             seen = scorer.seen(states, visible).flatten().nonzero().squeeze(1)
-            features = self._features(proposal, told, lambda values: values.flatten(0, 1)[seen])
+            features = self._features(proposal, lambda values: values.flatten(0, 1)[seen])
         else:
             first = 0 if scorer.settings.layout == "all" else state.start
             states, visible = states[:, first:], visible[:, first:]
-            features = self._features(proposal, told, lambda values: values[:, first:])
+            features = self._features(proposal, lambda values: values[:, first:])
         output = scorer(features, states, visible)
         logits = torch.where(visible, output.decision_logits, 0.0)
         return torch.nn.functional.pad(logits, (state.ids.shape[1] - logits.shape[1], 0))
 
-    def told(self, state: DecodeState, candidates: Tensor) -> Tensor:
-        """``(b, L, K)`` float32: the further inputs of the network, in their order."""
-        shape, device = candidates.shape, candidates.device
-        end = left_of_window_end(state.masked, candidates).sum(1, keepdim=True)
-        distance = end - 1 - torch.arange(shape[1], device=device)
-        values = {
-            "age": state.cache_age[:, None].float().log1p(),
-            "distance": distance.clamp_min(0).float().log1p(),
-            "price": torch.full((1, 1), 100.0 * (self.commits.price or 0.0), device=device),
-        }
-        inputs = self.scorer.settings.inputs
-        return torch.stack([values[name].expand(shape) for name in inputs], dim=-1)
-
-    def _features(
-        self, proposal: Proposal, told: Tensor | None, rows: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def _features(self, proposal: Proposal, rows: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns features of the rows that ``rows`` selects from ``(b, L, ...)`` tensors."""
         assert proposal.hidden is not None
         # Of the model's own distribution, as in training, whatever the sampler scores: features
         # must not change with a temperature.
         assert proposal.raw_prob is not None
-        features = self.scorer.features(
+        return self.scorer.features(
             rows(proposal.hidden),
             rows(proposal.raw_prob),
             entropy=None if proposal.raw_entropy is None else rows(proposal.raw_entropy),
             margin=None if proposal.raw_margin is None else rows(proposal.raw_margin),
         )
-        return features if told is None else torch.cat([features, rows(told)], dim=-1)
 
     def describe(self) -> dict[str, Any]:
         return {
-            **as_record(self.commits),
+            **asdict(self.commits),
             # Listed only if they are on, as in older records.
             **({"temperature": self.temperature} if self.temperature else {}),
             **({"release_compat": True} if self.release_compat else {}),
@@ -264,9 +242,6 @@ class TraceLockPolicy(CommitPolicy):
     def check_backbone(self, backbone: Backbone) -> None:
         facts = backbone_facts(backbone.spec, backbone)
         check_facts("acceptance policy", self.scorer.backbone, facts)
-        inputs = self.scorer.settings.inputs
-        if self.price is not None and "price" not in inputs:
-            refuse("policy.price", "none, for a policy that is not told it", self.price)
 
 
 def scorer_to_train(
@@ -280,7 +255,7 @@ def scorer_to_train(
         scorer.backbone = facts  # a released one knows fewer
         return scorer
     if projector is None:
-        raise ValueError("policy: expected a folder to start from, or a projector, got none")
+        refuse("policy", "a folder to start from, or a projector", "none")
     if not isinstance(projector, Projector):
         projector = Projector.load(projector)
     return AcceptanceScorer(projector, backbone=facts, **options)

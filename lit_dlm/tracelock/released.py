@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.projection import FeatureSettings, Projector, read_checkpoint
 from lit_dlm.system.files import fitting, read_json_object
-from lit_dlm.system.options import one_of
+from lit_dlm.system.options import one_of, refuse
 from lit_dlm.tracelock.network import AcceptanceConfig, AcceptanceHead
 from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
 
@@ -67,6 +67,6 @@ def _renamed(stored: dict[str, Tensor], head: AcceptanceHead) -> dict[str, Tenso
         elif leaf not in ("weight", "bias") and value.numel() == width:
             ours, value = "threshold_token", value.flatten()
         if ours in found:
-            raise ValueError(f"{RELEASED}: expected one {ours}, got {name} as another")
+            refuse(RELEASED, f"one {ours}", f"{name} as another")
         found[ours] = value.float()
     return found

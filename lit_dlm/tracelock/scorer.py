@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from lit_dlm.backbones.projection import (
     num_features,
 )
 from lit_dlm.system.files import fitting, read_folder, write_folder
-from lit_dlm.system.options import at_least, of_declared_kinds, one_of, within
+from lit_dlm.system.options import at_least, of_declared_kinds, refuse, within
 from lit_dlm.tracelock.network import (
     AcceptanceConfig,
     AcceptanceHead,
@@ -33,7 +32,6 @@ FORMAT = "lit-dlm/acceptance"
 FORMAT_VERSION = 1
 
 Layout = Literal["generation", "all", "masked"]
-Input = Literal["age", "distance", "price"]
 
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
@@ -51,10 +49,6 @@ class ScorerSettings:
     """Snapshots, as indices into the backbone's tuple of hidden states."""
     features: FeatureSettings = field(default_factory=FeatureSettings)
     """What the network sees of each position."""
-    inputs: tuple[Input, ...] = ()
-    """What it is told besides, of a decode that it is trained on the outcomes of: ``age``, the
-    steps since the row's cache was refreshed; ``distance``, the columns from a position to the end
-    of the window (both as ``log(1 + n)``); ``price``, a hundredfold that of a forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +59,17 @@ class CommitSettings:
     """Acceptance probability at or above which a proposal is committed."""
     max_accept_per_step: int | None = 4
     """Most acceptances of a row in one step; ``None`` for no cap."""
-    price: float | None = None
-    """Price of a forward that a network is told which has this input."""
 
     def __post_init__(self) -> None:
         of = f"{type(self).__name__}."
-        at_least(0, of=of, price=self.price)
         within("[0, 1]", of=of, threshold=self.threshold)
         at_least(1, of=of, max_accept_per_step=self.max_accept_per_step)
 
 
-def as_record(settings: ScorerSettings | CommitSettings) -> dict[str, Any]:
-    """Returns settings as JSON types; later ones only where they are not as before."""
-    later = ("inputs", "price")
-    found = {k: v for k, v in asdict(settings).items() if k not in later or v not in ((), None)}
-    if found.get("features", {}).get("log_odds"):
+def as_record(settings: ScorerSettings) -> dict[str, Any]:
+    """Returns settings as JSON types; what came later only where it is not as before."""
+    found = asdict(settings)
+    if found["features"]["log_odds"]:
         del found["features"]["log_odds"]
     return found
 
@@ -107,13 +97,10 @@ class AcceptanceScorer(nn.Module):
         super().__init__()
         self.settings = settings or ScorerSettings()
         if len(self.settings.hidden_layers) != projector.config.num_snapshots:
-            raise ValueError(
-                f"ScorerSettings.hidden_layers: expected {projector.config.num_snapshots} layers "
-                f"for this projector, got {self.settings.hidden_layers}"
-            )
+            wanted = f"{projector.config.num_snapshots} layers for this projector"
+            refuse("ScorerSettings.hidden_layers", wanted, self.settings.hidden_layers)
         self.projector = projector
-        seen = num_features(projector.config, self.settings.features)
-        self.head = AcceptanceHead(seen + len(self.settings.inputs), head)
+        self.head = AcceptanceHead(num_features(projector.config, self.settings.features), head)
         self.backbone = dict(backbone or {})
         self.training_facts = dict(training or {})
         self.commits = commits or CommitSettings()
@@ -137,18 +124,6 @@ class AcceptanceScorer(nn.Module):
             return visible & (state == PositionState.GEN)
         return visible & (state != PositionState.PROMPT)
 
-    def with_inputs(self, inputs: tuple[Input, ...]) -> AcceptanceScorer:
-        """Returns a policy that is told these; they change nothing until it is trained further."""
-        one_of(*dict.fromkeys(((), inputs)), of="policy.settings.", inputs=self.settings.inputs)
-        if inputs == self.settings.inputs:
-            return self
-        made = copy.deepcopy(self)
-        made.settings = replace(self.settings, inputs=inputs)
-        weight = nn.functional.pad(self.head.in_proj.weight.detach(), (0, len(inputs)))
-        made.head.in_proj.weight = nn.Parameter(weight)
-        made.head.num_features = made.head.in_proj.in_features = weight.shape[1]
-        return made
-
     def digest(self) -> str:
         settings = {"head": asdict(self.head.config), "settings": as_record(self.settings)}
         if self.settings.features.hidden:
@@ -168,7 +143,7 @@ class AcceptanceScorer(nn.Module):
             "projector_digest": self.projector.digest(),
             "backbone": self.backbone,
             "training": self.training_facts,
-            "commits": as_record(self.commits),
+            "commits": asdict(self.commits),
         }
         # In float32 whatever it was trained in: the digest is one of values.
         tensors = {key: value.detach().float() for key, value in self.state_dict().items()}
@@ -190,7 +165,6 @@ class AcceptanceScorer(nn.Module):
                 layout=stored["layout"],
                 hidden_layers=tuple(stored["hidden_layers"]),
                 features=FeatureSettings(**stored["features"]),
-                inputs=tuple(stored.get("inputs", ())),
             )
             with torch.device("meta"):  # sizes of others get no memory before weights fit them
                 scorer = cls(

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.visibility import canvas_blocks, first_column
 from lit_dlm.decoding.api import text_cells
+from lit_dlm.system.options import refuse
 from lit_dlm.tensors.batches import TensorBatch
 from lit_dlm.tensors.order import non_ltr_positions
 from lit_dlm.tensors.sampling import sample_seed
@@ -155,10 +156,8 @@ def collate(
     examples = [row for example in examples for row in example.rows()]
     longest = max(examples, key=lambda example: len(example.response_ids))
     if len(longest.response_ids) > response_length:
-        raise ValueError(
-            f"{longest.uid}: expected at most response_length = {response_length} tokens, "
-            f"got {len(longest.response_ids)}"
-        )
+        most = f"at most response_length = {response_length} tokens"
+        refuse(longest.uid, most, len(longest.response_ids))
 
     def every(name: str) -> list[Any]:
         return [getattr(example, name) for example in examples]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lit_dlm.system.options import at_least
+from lit_dlm.system.options import at_least, refuse
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.states import Masking, States
@@ -46,10 +46,8 @@ class BoundViews(Masking):
     def __post_init__(self) -> None:
         at_least(1, num_states=self.num_states, block_size=self.block_size)
         if self.coupled and self.block_size is not None:
-            raise ValueError(
-                "BoundViews.block_size: expected null with coupled, since the complement would "
-                f"show blocks behind hidden ones, got {self.block_size}"
-            )
+            why = "since the complement would show blocks behind hidden ones"
+            refuse("BoundViews.block_size", f"null with coupled, {why}", self.block_size)
 
     def states(self, batch: SupervisedBatch) -> States:
         maskable, n = batch.maskable, self.num_states

@@ -12,6 +12,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
+from lit_dlm.system.options import refuse
+
 logger = logging.getLogger(__name__)
 
 _DEFAULT_SANITY_STEPS = 2  # Lightning's own number of validation batches before training
@@ -28,26 +30,18 @@ def set_accumulation(
     if rows_per_update is not None:
         wanted, rest = divmod(rows_per_update, together)
         if wanted < 1 or rest:
-            raise ValueError(
-                f"rows_per_update: expected a multiple of batch_size x packing x processes = "
-                f"{batch_size} x {packing} x {trainer.world_size}, got {rows_per_update}"
-            )
+            product = f"{batch_size} x {packing} x {trainer.world_size}"
+            multiple = f"a multiple of batch_size x packing x processes = {product}"
+            refuse("rows_per_update", multiple, rows_per_update)
         # A data module is set up for every stage, so a second look finds what the first one set.
         if trainer.accumulate_grad_batches not in (1, wanted):
-            raise ValueError(
-                f"trainer.accumulate_grad_batches: expected none beside rows_per_update "
-                f"{rows_per_update}, which makes it {wanted}, got {trainer.accumulate_grad_batches}"
-            )
+            none = f"none beside rows_per_update {rows_per_update}, which makes it {wanted}"
+            refuse("trainer.accumulate_grad_batches", none, trainer.accumulate_grad_batches)
         trainer.accumulate_grad_batches = wanted
     if trainer.is_global_zero:
-        logger.info(
-            "one update: %d rows (%d processes x %d batches x %d items x %d rows)",
-            together * trainer.accumulate_grad_batches,
-            trainer.world_size,
-            trainer.accumulate_grad_batches,
-            batch_size,
-            packing,
-        )
+        message = "one update: %d rows (%d processes x %d batches x %d items x %d rows)"
+        sizes = trainer.world_size, trainer.accumulate_grad_batches, batch_size, packing
+        logger.info(message, together * trainer.accumulate_grad_batches, *sizes)
 
 
 def is_over(trainer: Trainer) -> bool:
@@ -90,10 +84,8 @@ def make_epochs_whole(trainer: Trainer) -> None:
 def _set_true(callback: Callback, name: str) -> None:
     """Sets an option to true, unless it was explicitly set to false, which is an error."""
     if getattr(callback, name) is False:
-        raise ValueError(
-            f"{type(callback).__name__}.{name.strip('_')}: expected true, since an RL step is a "
-            "whole only when its epoch ends, got false"
-        )
+        option = f"{type(callback).__name__}.{name.strip('_')}"
+        refuse(option, "true, since an RL step is a whole only when its epoch ends", "false")
     setattr(callback, name, True)
 
 

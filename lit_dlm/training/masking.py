@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from lit_dlm.system.options import at_least
+from lit_dlm.system.options import at_least, refuse
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.states import (
@@ -53,10 +53,8 @@ class RandomMasking(Masking):
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.min_t <= self.max_t <= 1.0 or self.max_t == 0.0:
-            raise ValueError(
-                "min_t, max_t: expected 0 <= min_t <= max_t <= 1 and max_t above 0 (nothing is "
-                f"ever a target there), got {self.min_t}, {self.max_t}"
-            )
+            wanted = "0 <= min_t <= max_t <= 1 and max_t above 0 (nothing is ever a target there)"
+            refuse("min_t, max_t", wanted, f"{self.min_t}, {self.max_t}")
         at_least(1, copies=self.copies)
 
     def states(self, batch: SupervisedBatch) -> States:
@@ -117,9 +115,7 @@ class SemiAutoregressive(Masking):
         if batch.blocks is not None:
             return noisy  # noisy blocks see clean earlier ones, so one state teaches all
         if self.block_size is None:
-            raise ValueError(
-                "SemiAutoregressive.block_size: expected a number with full attention, got null"
-            )
+            refuse("SemiAutoregressive.block_size", "a number with full attention", "null")
         maskable = batch.maskable
         # Blocks of answer positions: given tokens and fill between them take no place in a block.
         groups = torch.where(maskable, (maskable.cumsum(1) - 1) // self.block_size, NEVER)

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import fold, restored
 from lit_dlm.system.files import is_finite
+from lit_dlm.system.options import refuse
 from lit_dlm.training.checkpoint import (
     draft_of,
     local,
@@ -67,10 +68,8 @@ class ShardedStrategy(ModelParallelStrategy):
         if self._data_parallel_size == "auto":
             self._data_parallel_size, self._tensor_parallel_size = count, 1
         if self._replicas < 1 or count % self._replicas:
-            raise ValueError(
-                f"trainer.strategy.replicas: expected a divisor of the {count} processes, got "
-                f"{self._replicas}"
-            )
+            divisor = f"a divisor of the {count} processes"
+            refuse("trainer.strategy.replicas", divisor, self._replicas)
         super().setup_environment()
         if self._replicas > 1:
             assert self.lightning_module is not None
@@ -84,10 +83,8 @@ class ShardedStrategy(ModelParallelStrategy):
         super().setup_optimizers(trainer)
         # Their kernels would write outside of a shard.
         if any(type(one).__module__.startswith("bitsandbytes") for one in self.optimizers):
-            raise ValueError(
-                "model.optimizer: expected one of torch for weights that are split, got one of "
-                "bitsandbytes; use it with ddp"
-            )
+            wanted = "one of torch for weights that are split"
+            refuse("model.optimizer", wanted, "one of bitsandbytes", "; use it with ddp")
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

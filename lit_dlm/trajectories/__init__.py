@@ -4,7 +4,6 @@
 of the decode loop. ``rows`` reads other tools' data; ``tools`` is what commands do with sets.
 """
 
-from lit_dlm.trajectories.features import StepFeatures as StepFeatures
 from lit_dlm.trajectories.record import (
     Trajectory as Trajectory,
     TrajectoryFormatError as TrajectoryFormatError,

@@ -29,12 +29,7 @@ from lit_dlm.system.options import within
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.trajectories.features import FeatureLayout, FeatureScheme, StepFeatures
 from lit_dlm.trajectories.members import only_masked
-from lit_dlm.trajectories.record import (
-    MAX_LENGTH,
-    SIGNAL_DTYPES,
-    Trajectory,
-    derive,
-)
+from lit_dlm.trajectories.record import MAX_LENGTH, SIGNAL_DTYPES, Trajectory, derive
 
 Level = Literal["tokens", "signals", "features"]
 
@@ -60,8 +55,6 @@ class FeatureCapture:
     layout: FeatureLayout = "generation"  # see StepFeatures.layout
     scores: frozenset[str] = frozenset({"entropy", "margin"})
     """Scores that the function needs besides the probability."""
-    more: Callable[[StepRecord], Tensor] | None = None
-    """Returns further features of a step, ``(b, L, K)``, that follow those of the function."""
 
 
 StepSignal = Callable[[StepRecord], Tensor]
@@ -274,8 +267,6 @@ class TrajectoryCapture:
             for name in ("prob", *sorted(settings.scores))
         }
         features = settings.function(proposal.hidden[rows, columns], **scores)
-        if settings.more is not None:
-            features = torch.cat([features, settings.more(record)[rows, columns]], dim=-1)
         # Columns without proposals (the prompt) propose their own tokens.
         is_response = torch.arange(state.ids.shape[1], device=device) >= state.start
         proposals = torch.where(is_response, proposal.ids, state.ids)[rows, columns]

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from lit_dlm.system.options import refuse
+
 FeatureLayout = Literal["generation", "all", "masked"]
 FeatureScheme = Literal["fp16", "int8"]
 
@@ -82,10 +84,9 @@ class StepFeatures:
         limit = 65504.0 * (1.0 if scheme == "fp16" else 127.0)
         fits = values.ndim == 3 and min(sizes) > 0 and sum(sizes) == values.shape[2]
         if not fits or not largest <= limit:
-            raise ValueError(
-                f"features: expected shape (S, R, {sum(sizes)}) for groups {sizes}, finite and at "
-                f"most {limit:g}, got {values.shape} and {largest:g}"
-            )
+            shape = f"shape (S, R, {sum(sizes)}) for groups {sizes}"
+            got = f"{values.shape} and {largest:g}"
+            refuse("features", f"{shape}, finite and at most {limit:g}", got)
         codes, scales = _int8(values, sizes) if scheme == "int8" else (values, None)
         return cls(
             kept_steps=np.ascontiguousarray(kept_steps, dtype=np.int32),

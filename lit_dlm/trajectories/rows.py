@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.system.json_lines import json_object, numbered_lines
+from lit_dlm.system.options import refuse
 from lit_dlm.trajectories.record import MAX_LENGTH, STATUSES, Trajectory, expect
 from lit_dlm.trajectories.store.files import STRANGE
 
@@ -202,10 +203,8 @@ def _is_listed(row: Mapping[str, Any], name: str, length: int) -> NDArray[np.boo
     """``(length,)`` bool, ``True`` at the positions that a field lists."""
     positions = np.empty(0, np.int64) if row[name] is None else row[name]
     outside = positions[(positions < 0) | (positions >= length)]
-    expect(
-        not len(outside),
-        f"{name}: expected positions below {length}, got {next(iter(outside), None)}",
-    )
+    if len(outside):
+        refuse(name, f"positions below {length}", outside[0])
     listed = np.zeros(length, dtype=bool)
     listed[positions] = True
     return listed

@@ -16,6 +16,7 @@ from pathlib import Path
 from PIL import Image, ImageOps
 
 from lit_dlm.system.files import replacing
+from lit_dlm.system.options import refuse
 
 IMAGE_MARK = "<image>"
 """Marks the place of a picture in the text of a prompt; those without a mark go before the text."""
@@ -58,10 +59,8 @@ class Picture:
             raise ValueError(f"{self.name}: expected a picture, found no such file")
         # Before a byte is read: a path of a data set may name anything.
         if num_bytes > MAX_BYTES:
-            raise ValueError(
-                f"{self.name}: expected a picture of at most {MAX_BYTES >> 20} MiB, "
-                f"got {num_bytes / 2**20:.0f}"
-            )
+            most = f"a picture of at most {MAX_BYTES >> 20} MiB"
+            refuse(self.name, most, f"{num_bytes / 2**20:.0f}")
 
     def read(self) -> bytes:
         return self._source if isinstance(self._source, bytes) else self._source.read_bytes()

@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import random
 import re
 import subprocess
 import sys
@@ -11,8 +12,11 @@ import pytest
 
 import cli
 from lit_dlm import decoding
+from lit_dlm.backbones import load_tokenizer
+from lit_dlm.commands.generation import unknown_words_hint
 from lit_dlm.decoding import ConfidencePolicy, Decoder, NoQuota, ThresholdPolicy
 from lit_dlm.generation import generate
+from lit_dlm.toy import PythonFunctions, WordProblems
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from tests.e2e.runs import ROOT, fails
 
@@ -172,3 +176,18 @@ def test_a_bad_switch_is_told_and_changes_nothing(said):
     assert out.count("/policy NAME") == 2  # the list of commands, for the last two bad ones
     assert answer([PENS], Decoder(policy=ConfidencePolicy()), 8)[0] in out
     assert "8 cells, 0 messages before" in out
+
+
+def test_words_that_tiny_never_saw_are_told_and_no_others():
+    tokenizer = load_tokenizer("tiny")
+    told = unknown_words_hint(tokenizer, "What is 2 and 2? How many pens, Anna?")
+    assert told is not None
+    assert told.startswith("tiny never saw 'What', 'and', 'Anna': it is a toy")
+    assert "8 names (Tom, " in told
+    assert "8 things (pens, " in told
+    rng = random.Random(3)
+    for source in (WordProblems("train"), PythonFunctions("train")):
+        for _ in range(400):
+            prompt, _ = source.draw_pair(rng)
+            assert unknown_words_hint(tokenizer, prompt) is None, prompt
+    assert unknown_words_hint(load_tokenizer("tiny-planning"), "What is 2 and 2?") is None

@@ -381,10 +381,11 @@ def test_a_run_that_cannot_fit_ends_before_anything_is_built(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_prints_the_plan_of_a_release(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_plan_of_a_release(capsys, caplog) -> None:
     """8.19 B parameters in float32: 30.51 GiB, a sixty-fourth of which is 0.48."""
     main(["plan", "--config", "exp/tracerl_sdar", "--config", "trainer/fsdp"])
     told = capsys.readouterr().out
+    assert not caplog.messages  # such as Lightning's about the seed
     assert "8,190,735,360 parameters, 8,190,735,360 trained" in told
     (weights,) = [line for line in told.splitlines() if line.startswith("weights")]
     assert weights.split()[1:] == ["30.51", "15.26", "7.63", "3.81", "1.91", "0.95", "0.48"]

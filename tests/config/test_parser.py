@@ -8,7 +8,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 
 import lit_dlm.finetuning.sft
-import lit_dlm.rl  # noqa: F401
+import lit_dlm.rl.module  # noqa: F401
 from lit_dlm.config.files import compose
 from lit_dlm.config.parser import Parser, explain
 from lit_dlm.datamodules.supervised_sources import SupervisedSource
@@ -103,6 +103,11 @@ def test_a_flag_inside_a_class_may_be_null_or_hold_it(tmp_path: Path) -> None:
     flag = "--model.backbone.init_args.from_ar={shift: 1, block_size: null}"
     from_ar = backbone_of(tmp_path, flag).from_ar
     assert (from_ar.shift, from_ar.block_size) == (1, None)
+
+
+def test_another_class_keeps_settings_within_settings(tmp_path: Path) -> None:
+    kept = backbone_of(tmp_path, "--model=SFTModule").lora
+    assert (kept.rank, kept.targets) == (3, "all")
 
 
 @pytest.mark.parametrize("tasks", [None, ["it's", 'a "b" ü', "None"]])

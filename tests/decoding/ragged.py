@@ -1,7 +1,5 @@
 """20 ragged prompts, more decoders beside the common ones, and all that their rows get."""
 
-import torch
-
 import lit_dlm.decoding as d
 from lit_dlm.decoding import BlockWindow
 from lit_dlm.tracelock.policy import TraceLockPolicy
@@ -50,7 +48,6 @@ MORE = {
     ),
     "budget": ({}, {**FOURS, "policy": d.ThresholdPolicy(0.2), "quota": d.BudgetQuota(6)}),
     "tracelock": ({}, {"quota": d.NoQuota(), "window": d.SlidingWindow(6)}),
-    "tracelock told": ({}, {**FULL, "window": BlockWindow(9), "cache": d.DualCache()}),
 }
 
 
@@ -58,12 +55,10 @@ def everything_of(case: str) -> dict:
     """Steps, results, records and refills of all rows."""
     changes, components = {**CASES, **MORE}[case]
     backbone = tiny_backbone(**changes)
-    if case.startswith("tracelock"):
-        scores = scorer(backbone, spread=8.0)
-        if "told" in case:  # ages above all
-            scores = scores.with_inputs(("distance", "age"))
-            scores.head.in_proj.weight.data[:, -1] = torch.linspace(-4, 4, 16)
-        policy = TraceLockPolicy(scorer=scores, threshold=0.5, max_accept_per_step=3)
+    if case == "tracelock":
+        policy = TraceLockPolicy(
+            scorer=scorer(backbone, spread=8.0), threshold=0.5, max_accept_per_step=3
+        )
         components = {**components, "policy": policy}
     found, _ = everything(d.Decoder(**components), backbone, PROMPTS, 12, 5)
     return found

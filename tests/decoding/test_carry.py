@@ -46,7 +46,6 @@ DIGESTS = {
     "filled blocks": "a00f746014ba",
     "budget": "0c7ab130563d",
     "tracelock": "f3bc4f05a61a",
-    "tracelock told": "df606f1cda87",
 }
 
 

@@ -58,7 +58,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tracelock": {**ALONE, "window": d.SlidingWindow(6)},
     "tracelock, drawn": {**ALONE, "window": d.SlidingWindow(6)},
-    "tracelock, told": {**ALONE, **BLOCKS},
     "tracelock, forked": {**ALONE, **BLOCKS},
     "sequence": {**FEW, "window": BlockWindow(4, origin="sequence")},
     "stepped": {**FEW, "window": SteppedBlockWindow(4, steps=9)},
@@ -83,8 +82,6 @@ def _parts(case: str) -> dict[str, Any]:
     is_drawn = "drawn" in case or "forked" in case
     options = {"temperature": 1.0, "max_accept_per_step": None} if is_drawn else {}
     scores = scorer(tiny_backbone(edits_tokens=True), spread=8.0)
-    if "told" in case:
-        scores = scores.with_inputs(("age", "distance", "price"))
     policy = TraceLockPolicy(scorer=scores, threshold=0.5, **options)
     if "forked" in case:
         policy = ForkedPolicy.of(policy)

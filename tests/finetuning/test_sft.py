@@ -67,6 +67,16 @@ def test_loss_equals_direct_forwards_on_the_true_states(
     assert found.means()["num_supervised"] == sum(counts)
 
 
+@pytest.mark.parametrize(("num_steps", "is_told"), [(5, True), (6, False)])
+def test_a_warm_up_as_long_as_the_run_is_told(num_steps: int, is_told: bool, caplog) -> None:
+    """Of five updates the last has 4/5 of the rate."""
+    caplog.set_level("INFO")
+    model = sft(warmup_steps=5)
+    model.trainer = SimpleNamespace(estimated_stepping_batches=num_steps)
+    model.configure_optimizers()
+    assert ("warmup_steps: 5 of 5 updates" in caplog.text) is is_told
+
+
 @pytest.mark.parametrize(
     ("loss_norm", "total", "divisor"),
     [("global", 10, 2.5), ("global", 2, 0.5), ("global", 0, 0.25), ("local", 2, 1.0)],

@@ -190,6 +190,7 @@ REFUSED: dict[str, Callable[[], object]] = {
         task=Sums(is_graded=False), filters=[MeanCorrectnessFilter()]
     ),
     "sums/train/0: reward 'bad' gave 0 scores": bad,
+    "reward 'bad': expected a RewardScore for each response, got 1.0": lambda: bad(1.0),  # type: ignore[arg-type]
     "sums/train/0#0: reward 'bad' .* got nan": lambda: bad(RewardScore(total=float("nan"))),
     r"sums/train/0#0: reward 'bad' .* shape \(3,\)": lambda: bad(LONG),
     "reward_chunk_length": lambda: ProcessReward(Table(), reward_chunk_length=0),

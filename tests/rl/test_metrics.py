@@ -100,8 +100,7 @@ def test_plain_scores_may_be_means_over_decoders() -> None:
     first = [(prompt, response) for prompt in REWARDS for response in (0, 1)]
     engines = {"a": engine(*first), "b": engine(*((prompt, 2) for prompt in REWARDS))}
     rewarder: Any = SimpleNamespace(score=score, grades=True)
-    validation = RolloutValidation(engines, rewarder, PROBLEMS, num_responses=3)
-    validation.is_mean = True
+    validation = RolloutValidation(engines, rewarder, PROBLEMS, num_responses=3, is_mean=True)
     validation.add("a")
     validation.add("b")
     found = validation.result(Together())  # type: ignore[arg-type]

@@ -2,12 +2,15 @@
 
 import random
 import sys
+from importlib import import_module
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import lit_dlm
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.toy.pictures import (
     COLOURS,
@@ -115,9 +118,10 @@ def test_the_classifier_knows_held_out_digits_also_as_tokens():
 
 
 @pytest.mark.slow
-def test_the_shipped_tokenizer_is_what_the_builder_makes(tmp_path):
+def test_the_shipped_tokenizer_is_what_the_builder_makes(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
-    from lit_dlm.toy.vocabulary import build_tokenizer
+    monkeypatch.syspath_prepend(str(Path(lit_dlm.__file__).parents[1] / "experiments"))
+    build_tokenizer = import_module("embedded_tokenizer").build_tokenizer
 
     sources = [*(PictureQuestions(kind, "train") for kind in KINDS), DigitDrawings("train")]
     num_codes = PatchTokenizer(FOLDER / CODEBOOK).num_codes

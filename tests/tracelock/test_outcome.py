@@ -41,7 +41,7 @@ from lit_dlm.tracelock import outcome
 from lit_dlm.tracelock.network import PositionState
 from lit_dlm.tracelock.outcome import RolloutWindow, TraceLockRLModule
 from lit_dlm.tracelock.policy import TraceLockPolicy
-from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings, ScorerSettings
+from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings
 from lit_dlm.training.ranks import Ranks
 from lit_dlm.trajectories import format as blocks
 from lit_dlm.trajectories.members import encode_members
@@ -114,11 +114,6 @@ def reference(module: TraceLockRLModule, record: Trajectory) -> list[Tensor]:
         # The window is known by its last candidate: what lies right of it is not seen.
         open_cells = masked.nonzero()[:, 0].tolist()
         visible[0, [c for c in open_cells if c <= cells[-1]]] = True
-        if inputs := scorer.settings.inputs:
-            end = next((c for c in open_cells if c > cells[-1]), G)
-            distance = (end - 1 - torch.arange(G)).clamp_min(0).add(1).log()
-            values = {"age": torch.zeros(G), "distance": distance, "price": torch.full((G,), 25.0)}
-            features = torch.cat([features, torch.stack([values[n] for n in inputs], 1)], 1)
         output = scorer.head(features[None].masked_fill(~visible[..., None], 0.0), state, visible)
         odds = drawn.policy.log_odds(output.decision_logits[0])
         written = set(record.committed_at(step).tolist())
@@ -132,19 +127,9 @@ def reference(module: TraceLockRLModule, record: Trajectory) -> list[Tensor]:
     return found
 
 
-INPUTS = ScorerSettings(inputs=("price", "distance", "age"))
-
-
-@pytest.mark.parametrize(
-    ("window", "options"),
-    [(None, {}), (BlockWindow(3), {}), (BlockWindow(3), {"settings": INPUTS})],
-    ids=["whole", "blocks", "told"],
-)
-def test_scores_losses_and_gradients_equal_a_loop_over_steps(
-    window: BlockWindow | None, options: dict[str, Any]
-) -> None:
-    module = actor(window, **options)
-    module.scorer.commits = replace(module.scorer.commits, price=0.25)
+@pytest.mark.parametrize("window", [None, BlockWindow(3)], ids=["whole", "blocks"])
+def test_scores_losses_and_gradients_equal_a_loop_over_steps(window: BlockWindow | None) -> None:
+    module = actor(window)
     records = decoded(module)
     samples, estimates = advantaged(module, records, advantage=GroupMean(0.25, 1.5))
     assert sorted(set(samples.tokens.advantage.tolist())) == [-1.5, 1.5]  # +-0.5 / 0.25, clipped
@@ -171,40 +156,6 @@ def test_scores_losses_and_gradients_equal_a_loop_over_steps(
         assert value.grad is not None
         torch.testing.assert_close(found[name], value.grad, atol=1e-4, rtol=1e-4)
     assert estimates.members.any()
-
-
-def test_the_age_of_a_cache_that_a_decode_told_is_trained_on() -> None:
-    """With other ages than the decode's, scores would not be those that it drew with."""
-    module = actor(settings=INPUTS)
-    drawn = module.decoders["drawn"]
-    module.decoders["drawn"] = drawn.replace(window=BlockWindow(5), cache=DualCache())
-    records = decoded(module)
-    samples, _ = advantaged(module, records)
-    age = samples.inputs.select(torch.arange(len(samples.states.response))).features[:, -1]
-    assert set(age.expm1().round().int().tolist()) >= {0, 1, 2}
-    batches = shard_samples(samples.size.numpy(), batch_size=len(samples))
-    _, mismatch = with_old_scores(module, batches, samples)
-    assert mismatch[0] / mismatch[2] < 2e-3
-
-
-def test_a_policy_that_is_told_nothing_may_be_given_inputs(tmp_path: Path) -> None:
-    """Their weights are 0, so it scores as before; one of other inputs is refused."""
-    former = actor()
-    former.export(tmp_path / "former")
-    module = actor(policy=str(tmp_path / "former"), settings=INPUTS)
-    assert not module.scorer.head.in_proj.weight[:, -3:].any()
-    for one, other in zip(decoded(former), decoded(module), strict=True):
-        np.testing.assert_array_equal(one.commit_step, other.commit_step)
-    module.scorer.commits = replace(module.scorer.commits, price=0.5)
-    module.export(tmp_path / "told")
-    loaded = AcceptanceScorer.load(tmp_path / "told")
-    assert loaded.settings == module.scorer.settings
-    assert (loaded.digest(), loaded.commits.price) == (module.scorer.digest(), 0.5)
-    told = str(tmp_path / "told")
-    assert actor(policy=told).scorer.settings.inputs == INPUTS.inputs
-    assert actor(policy=told, settings=INPUTS).scorer.digest() == loaded.digest()
-    with pytest.raises(ValueError, match=r"settings\.inputs: expected \(\) or \('age',\), got .*"):
-        actor(policy=told, settings=ScorerSettings(inputs=("age",)))
 
 
 def test_draws_do_not_depend_on_the_batch_and_features_travel_with_records(
@@ -435,9 +386,7 @@ def held(
     folder: Path, accuracies: list[float], *, steps: int, resume: Path | None = None
 ) -> tuple[list[float], AcceptanceScorer]:
     """Prices of the RL steps of a run whose validations find these accuracies, and the policy."""
-    settings = ScorerSettings(inputs=("price",))
-    rule = PriceConstraint(margin=0.0, rate=1.0)
-    module = actor(family=WORDS, constraint=rule, settings=settings)
+    module = actor(family=WORDS, constraint=PriceConstraint(margin=0.0, rate=1.0))
     data = rollout_data(rewards=[DigitReward(), Graded(), ForwardPrice(0.02)], val_tasks=TASKS)
     prices: list[float] = []
 
@@ -460,12 +409,11 @@ def held(
     return prices, module.scorer
 
 
-def test_the_price_of_a_run_rises_falls_back_and_is_resumed(tmp_path: Path) -> None:
-    """Accuracy 0.5 at the start, then 0.5, 0.4, 0.6 and 0.6: 0.02 doubles, halves, doubles."""
-    prices, policy = held(tmp_path / "whole", [0.5, 0.5, 0.4, 0.6, 0.6], steps=4)
-    assert prices == [0.02, 0.04, 0.02, 0.04]
-    assert policy.commits.price == pytest.approx(0.08)  # told at the next step
-    held(tmp_path / "part", [0.5, 0.5, 0.4], steps=2)
+def test_the_price_of_a_run_falls_rises_back_and_is_resumed(tmp_path: Path) -> None:
+    """Accuracy 0.5 at the start, then 0.4, 0.4, 0.6 and 0.6: 0.02 halves twice, and doubles."""
+    prices, policy = held(tmp_path / "whole", [0.5, 0.4, 0.4, 0.6, 0.6], steps=4)
+    assert prices == [0.02, 0.01, 0.005, 0.01]
+    held(tmp_path / "part", [0.5, 0.4, 0.4], steps=2)
     # The check at the start of the second part finds another accuracy, which is none of a start.
     last = tmp_path / "part" / "last.ckpt"
     resumed, other = held(tmp_path / "part", [0.7, 0.6, 0.6], steps=4, resume=last)

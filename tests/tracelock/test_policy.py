@@ -18,7 +18,7 @@ from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end
 from lit_dlm.tracelock.scorer import CommitSettings
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
-from tests.decoding.models import scorer, table_backbone, tiny_backbone
+from tests.decoding.models import scorer, table_backbone
 from tests.decoding.states import Recorder, as_rows_alone, decoded
 from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec
 
@@ -161,45 +161,6 @@ def test_features_of_capture_and_of_decoding_are_those_of_raw_logits(
     for one, other, record in zip(shown, kept, recorder.records, strict=True):
         assert torch.equal(one, other.flatten(0, 1))
         torch.testing.assert_close(one, slow(record))
-
-
-def told_by_step(components: dict, inputs: tuple = ("age", "distance", "price")) -> list:
-    """What the masked cells of each step are told, of a model of full attention, six cells."""
-    backbone = tiny_backbone()
-    built = scorer(backbone, bias=-50.0, layout="masked").with_inputs(inputs)  # one by one
-    policy, told = TraceLockPolicy(scorer=built, price=0.5 if "price" in inputs else None), []
-    original = policy.told
-
-    def spied(state, candidates):
-        found = original(state, candidates)
-        told.append([[round(x, 3) for x in row] for row in found[0][candidates[0]].tolist()])
-        return found
-
-    policy.told = spied  # type: ignore[method-assign]
-    decoded(Decoder(policy=policy, quota=NoQuota(), **components), backbone, [[7, 8]], 6)
-    return told
-
-
-def test_what_a_network_is_told_by_hand() -> None:
-    """Blocks of three: ages 0, 1, 2 with a cache, and log(1 + 1) = 0.693, log(1 + 2) = 1.099."""
-    in_blocks = {"window": d.BlockWindow(3)}
-    cached = told_by_step({**in_blocks, "cache": d.DualCache()})
-    assert [step[0][0] for step in cached] == [0.0, 0.693, 1.099] * 2
-    assert [[cell[1] for cell in step] for step in cached][::3] == [[1.099, 0.693, 0.0]] * 2
-    assert {cell[2] for step in cached for cell in step} == {50.0}
-    for components in (in_blocks, {}):
-        assert {cell[0] for step in told_by_step(components) for cell in step} == {0.0}
-    assert [round(x, 3) for (x,) in told_by_step({}, ("distance",))[0]] == [
-        *(1.792, 1.609, 1.386, 1.099, 0.693, 0.0)
-    ]
-
-
-def test_a_price_for_a_policy_that_is_not_told_it_is_refused() -> None:
-    policy = TraceLockPolicy(scorer=scorer(), price=0.5)
-    with pytest.raises(ValueError, match=r"^policy\.price: expected none, .* got 0\.5$"):
-        policy.check_backbone(BACKBONE)
-    with pytest.raises(ValueError, match=r"^price: expected 0 or more, got -0\.5$"):
-        TraceLockPolicy(scorer=scorer(), price=-0.5)
 
 
 def test_window_end_is_the_first_mask_behind_the_last_candidate() -> None:

@@ -6,10 +6,7 @@ by :class:`TrajectoryShardReader` or :func:`stream`, and kept in order by :func:
 """
 
 from lit_dlm.trajectories.store.background import BackgroundWriter as BackgroundWriter
-from lit_dlm.trajectories.store.files import (
-    completed_uids as completed_uids,
-    shard_paths as shard_paths,
-)
+from lit_dlm.trajectories.store.files import completed_uids as completed_uids
 from lit_dlm.trajectories.store.provenance import RunRecord as RunRecord
 from lit_dlm.trajectories.store.reader import (
     TrajectoryShardReader as TrajectoryShardReader,

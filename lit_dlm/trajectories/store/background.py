@@ -91,11 +91,8 @@ class BackgroundWriter:
         self._queue.put(None)
         self._thread.join()
         if self.blocked_seconds > 0.5:
-            logger.warning(
-                "%s: decoding waited %.1f s for the writer of trajectories",
-                self._writer.folder,
-                self.blocked_seconds,
-            )
+            message = "%s: decoding waited %.1f s for the writer of trajectories"
+            logger.warning(message, self._writer.folder, self.blocked_seconds)
         if self._error is not None:
             raise self._error
 

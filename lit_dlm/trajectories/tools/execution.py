@@ -24,14 +24,7 @@ from lit_dlm.backbones.base import Backbone
 from lit_dlm.backbones.visibility import first_column
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.loop import decode
-from lit_dlm.decoding.state import (
-    STATUS,
-    Canvas,
-    DecodeState,
-    Observer,
-    StepRecord,
-    prompt_canvas,
-)
+from lit_dlm.decoding.state import STATUS, Canvas, DecodeState, Observer, StepRecord, prompt_canvas
 from lit_dlm.decoding.step import Decision, advance, decide, needs
 from lit_dlm.trajectories.record import Trajectory, expect
 from lit_dlm.vision.base import find_pictures, insert_pictures

@@ -1,10 +1,10 @@
 """Records decodes of loops that are not part of this project.
 
 :class:`TraceRecorder` works with any loop: it is shown the canvas before the first step and after
-every step. :func:`record_generate` does this for a plain ``generate`` of Dream or LLaDA by watching
-the inputs of the model's forwards. :func:`foreign_run` describes such records so that they can be
-stored, and re-executed if :func:`llada_decoder` or :func:`dream_decoder` finds components that
-decide as the loop does.
+every step, or told what every step wrote. :func:`record_generate` does this for a plain
+``generate`` of Dream or LLaDA by watching the inputs of the model's forwards. :func:`foreign_run`
+describes such records so that they can be stored, and re-executed if :func:`llada_decoder` or
+:func:`dream_decoder` finds components that decide as the loop does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from lit_dlm.decoding import (
@@ -36,8 +37,9 @@ from lit_dlm.trajectories.store.provenance import RunRecord
 class TraceRecorder:
     """Records one decode at a time: :meth:`begin`, :meth:`step` after every step, :meth:`end`.
 
-    Whatever changes between two canvases is a write of the step between them, whether it commits,
-    edits or re-masks. A row ends with the last step that found a mask in it or changed it.
+    A loop without a canvas calls :meth:`write` after every step. Whatever changes between two
+    canvases is a write of the step between them, whether it commits, edits or re-masks. A row ends
+    with the last step that found a mask in it or changed it.
     """
 
     def __init__(self, *, mask_id: int, vocab_size: int) -> None:
@@ -48,7 +50,8 @@ class TraceRecorder:
         self,
         ids: Tensor,
         *,
-        start: int,
+        start: int | None = None,
+        length: int = 0,
         pad_mask: Tensor | None = None,
         seeds: Sequence[int] | None = None,
     ) -> None:
@@ -57,10 +60,13 @@ class TraceRecorder:
         Args:
             ids: ``(B, L)`` integer; left-padded prompts fill the columns before ``start``. From
                 there on, tokens other than masks are given.
-            start: first response column.
+            start: first response column; by default all of ``ids`` are prompts.
+            length: masks to add on the right, for a loop that has no canvas.
             pad_mask: ``(B, L)`` or ``(B, start)``, nonzero on real tokens (an attention mask).
             seeds: noise seed of each row, if the loop has one.
         """
+        start = ids.shape[-1] if start is None else start
+        ids = nn.functional.pad(ids, (0, length), value=self.mask_id)
         fits = ids.ndim == 2 and 0 < start < ids.shape[1]
         expect(
             fits and not bool((ids[:, :start] == self.mask_id).any()),
@@ -83,6 +89,31 @@ class TraceRecorder:
         )
         # A loop may go on writing to this tensor.
         self._canvases.append(ids.detach().int().clone())
+
+    def write(self, positions: ArrayLike, tokens: ArrayLike) -> None:
+        """Takes what a step wrote, from a loop that has no canvas to show.
+
+        Args:
+            positions: ``(B, n)`` columns of the canvas, from 0 for the first of the prompt; -1
+                where a row has fewer than ``n``. Of a single row also ``(n,)``.
+            tokens: their new ids; that of the mask takes a token back.
+        """
+        expect(self._canvases, "recorder: expected a call of begin before write")
+        before = self._canvases[-1].cpu()
+        B, L = before.shape
+        columns, ids = (
+            torch.atleast_2d(torch.as_tensor(one).long().cpu()) for one in (positions, tokens)
+        )
+        fits = columns.shape == ids.shape and len(ids) == B
+        expect(
+            fits and bool(((columns >= -1) & (columns < L)).all()),
+            f"recorder: expected columns below {L} and their tokens, {B} rows of each, got "
+            f"{columns.tolist()} and {ids.tolist()}",
+        )
+        # The column behind the last takes what fills up rows.
+        after = torch.cat([before, before[:, :1]], dim=1)
+        after.scatter_(1, columns % (L + 1), ids.int())
+        self._canvases.append(after[:, :L].to(self._canvases[-1].device))
 
     def end(
         self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -209,6 +210,26 @@ def test_any_loop_can_show_its_canvases():
         record.validate()
 
 
+def test_a_loop_without_a_canvas_tells_what_it_writes():
+    """Two rows of three cells: one writes, takes back and writes; the other fills two at once."""
+    recorder = TraceRecorder(mask_id=MASK, vocab_size=VOCAB)
+    prompts = torch.tensor([[5, 6], [PAD, 7]])
+    recorder.begin(prompts, length=3, pad_mask=prompts != PAD)
+    recorder.write([[2, 3], [4, 2]], [[8, 9], [10, 11]])
+    recorder.write([[2], [-1]], [[MASK], [0]])
+    recorder.write([[2, 4], [3, -1]], [[12, 13], [14, 0]])
+    one, two = recorder.end(["a", "b"])
+    assert one.all_states().tolist() == [[MASK] * 3, [8, 9, MASK], [MASK, 9, MASK], [12, 9, 13]]
+    assert two.all_states().tolist() == [[MASK] * 3, [11, MASK, 10], [11, MASK, 10], [11, 14, 10]]
+    assert (one.prompt_ids.tolist(), two.prompt_ids.tolist()) == ([5, 6], [7])
+    # A single row needs no second dimension.
+    recorder.begin(prompts[:1], length=3)
+    recorder.write(np.array([4, 2]), np.array([10, 11]))
+    recorder.write(torch.tensor([3]), torch.tensor([14]))
+    states = recorder.end(["c"])[0].all_states()
+    assert states.tolist() == [[MASK] * 3, [11, MASK, 10], [11, 14, 10]]
+
+
 def test_misuse_of_a_recorder_is_named():
     ids = torch.tensor([[7, MASK, MASK]])
     recorder = TraceRecorder(mask_id=MASK, vocab_size=VOCAB)
@@ -220,7 +241,12 @@ def test_misuse_of_a_recorder_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             recorder.begin(ids, start=start)
+    with pytest.raises(ValueError, match="expected a call of begin before write"):
+        recorder.write([1], [5])
     recorder.begin(ids, start=1)
+    for columns, tokens in (([3], [5]), ([-2], [5]), ([1], [5, 6]), ([[1], [1]], [[5], [5]])):
+        with pytest.raises(ValueError, match=r"expected columns below 3 .* 1 rows of each"):
+            recorder.write(columns, tokens)
     with pytest.raises(ValueError, match=r"expected the whole canvas \(1, 3\)"):
         recorder.step(ids[:, 1:])
     recorder.step(ids + 1)

@@ -1,6 +1,7 @@
 """The shipped tokenizer: it can be rebuilt, loses nothing, and keeps the promised lengths."""
 
 import random
+import runpy
 from pathlib import Path
 
 import pytest
@@ -8,17 +9,9 @@ import pytest
 import lit_dlm
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.toy import Countdown, PythonFunctions, Sudoku, WordProblems
-from lit_dlm.toy.vocabulary import (
-    ASSISTANT,
-    END,
-    MASK,
-    PAD,
-    USER,
-    build_tokenizer,
-    unknown_words_hint,
-)
 
-ASSETS = Path(lit_dlm.__file__).parent / "assets"
+ROOT = Path(lit_dlm.__file__).parents[1]
+ASSETS = ROOT / "lit_dlm/assets"
 MAX_PROMPT, MAX_RESPONSE = 28, 32
 
 
@@ -28,10 +21,10 @@ def tokenizer():
 
 
 @pytest.mark.slow
-def test_the_shipped_files_are_what_the_builder_makes(tmp_path: Path) -> None:
+def test_the_shipped_files_are_what_the_script_makes(tmp_path: Path, monkeypatch) -> None:
     """A changed template would silently change ids under trained weights; this test notices."""
-    tokenizer = build_tokenizer([WordProblems("train"), PythonFunctions("train")])
-    tokenizer.save_pretrained(str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["embedded_tokenizer.py", str(tmp_path)])
+    runpy.run_path(str(ROOT / "experiments/embedded_tokenizer.py"), run_name="__main__")
     for model in ("tiny", "tiny-planning"):
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             assert (tmp_path / name).read_bytes() == (ASSETS / model / name).read_bytes()
@@ -44,8 +37,9 @@ def _ids_of_turn(tokenizer, text: str) -> list[int]:
 
 def test_the_chat_template_wraps_a_user_turn(tokenizer) -> None:
     tokens = tokenizer.convert_ids_to_tokens(_ids_of_turn(tokenizer, "15,44"))
-    assert tokens == [USER, "1", "5", ",", "4", "4", ASSISTANT]
-    assert tokenizer.convert_tokens_to_ids([PAD, END, MASK, USER, ASSISTANT]) == [0, 1, 2, 3, 4]
+    assert tokens == ["<|user|>", "1", "5", ",", "4", "4", "<|assistant|>"]
+    marks = ["<|pad|>", "<|endoftext|>", "<|mask|>", "<|user|>", "<|assistant|>"]
+    assert tokenizer.convert_tokens_to_ids(marks) == [0, 1, 2, 3, 4]
 
 
 SOURCES = [
@@ -76,17 +70,3 @@ def test_any_text_survives(text: str, tokenizer) -> None:
 def test_digits_are_single_tokens_and_variables_have_one_form(tokenizer) -> None:
     assert tokenizer.tokenize("34+7=41") == ["3", "4", "+", "7", "=", "4", "1"]
     assert tokenizer.tokenize("sum(v*v for v in xs if v>3)").count("v") == 4
-
-
-def test_words_that_tiny_never_saw_are_told_and_no_others(tokenizer) -> None:
-    told = unknown_words_hint(tokenizer, "What is 2 and 2? How many pens, Anna?")
-    assert told is not None
-    assert told.startswith("tiny never saw 'What', 'and', 'Anna': it is a toy")
-    assert "8 names (Tom, " in told
-    assert "8 things (pens, " in told
-    rng = random.Random(3)
-    for source in SOURCES[:2]:
-        for _ in range(400):
-            prompt, _ = source.draw_pair(rng)
-            assert unknown_words_hint(tokenizer, prompt) is None, prompt
-    assert unknown_words_hint(load_tokenizer("tiny-planning"), "What is 2 and 2?") is None

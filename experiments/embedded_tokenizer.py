@@ -1,27 +1,28 @@
 """The tokenizer of the embedded models, a byte-level BPE over pieces of the generated texts.
 
 Digits are single tokens, words keep the spaces around them, a newline includes its indentation, a
-function header is one token: prompts have at most 28 tokens, completions 32 with their end.
+function header is one token: prompts have at most 28 tokens, completions 32 with their end. Writes
+the files of ``tiny`` and ``tiny-planning``; ``picture_model_files.py`` writes those of the picture
+model.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from lit_dlm.backbones.location import ASSETS
+from lit_dlm.toy import PythonFunctions, WordProblems
 from lit_dlm.toy.generated import TrainingSource
-from lit_dlm.toy.word_problems import ITEMS, NAMES
+from lit_dlm.toy.pictures import PICTURE_MARKS
 
 PAD, END, MASK = "<|pad|>", "<|endoftext|>", "<|mask|>"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
-PICTURE_MARKS = ("<|mmu|>", "<|soi|>", "<|eoi|>")
-"""Marks, as in MMaDA: a question about pictures follows; a picture begins; a picture ends."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -47,7 +48,6 @@ _PIECES = (
     r"| ?[^\sA-Za-z0-9_]+ ?"
     r"|\s"
 )
-
 
 _NUM_PAIRS = 6_000
 
@@ -96,26 +96,21 @@ def build_tokenizer(
     return tokenizer
 
 
-def unknown_words_hint(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
-    """Says what ``tiny`` is if a prompt has words that it never saw; ``None`` for other models."""
-    if Path(tokenizer.name_or_path) != ASSETS / "tiny":
-        return None
-    known = {token.strip("Ġ") for token in tokenizer.get_vocab()}  # Ġ stands for a space
-    # Words that it saw are whole tokens; others fall into letters, which it knows as variables.
-    words = [word for word in re.findall(r"[^\W\d_]{2,}", text) if word not in known]
-    if not words:
-        return None
-    return (
-        f"tiny never saw {', '.join(map(repr, words[:5]))}: it is a toy of half a million "
-        "parameters that knows small Python functions and sums told as stories, with "
-        f"{len(NAMES)} names ({', '.join(NAMES)}) and {len(ITEMS)} things ({', '.join(ITEMS)}); "
-        "with --response_length 32 it answers 'Tom has 34 pens, finds 7, loses 5. How many pens?'"
-    )
-
-
 def _texts(sources: Sequence[TrainingSource]) -> Iterator[str]:
     rng = random.Random("vocabulary/0")
     for index in range(_NUM_PAIRS):
         for text in sources[index % len(sources)].draw_pair(rng):
             # Marks are added whole: as text their letters would become merges.
             yield re.sub(r"<\|\w+\|>", "", text)
+
+
+def main() -> None:
+    """Writes the files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    tokenizer = build_tokenizer([WordProblems("train"), PythonFunctions("train")])
+    tokenizer.save_pretrained(str(parser.parse_args().folder))
+
+
+if __name__ == "__main__":
+    main()
