@@ -245,8 +245,12 @@ async def _read(request: Request, kind: type[B]) -> B:
         return kind.model_validate_json(bytes(read))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        if first["type"] == "value_error":  # one of ours
+            raise first["ctx"]["error"] from None
         where = ".".join(map(str, first["loc"])) or "body"
-        raise ValueError(f"{where}: {first['msg']}") from error
+        has_value = first["type"] not in ("missing", "json_invalid")
+        got = f", got {first['input']!r:.80}" if has_value else ""
+        raise ValueError(f"{where}: {first['msg']}{got}") from None
 
 
 class Meter(Collector):
