@@ -66,14 +66,6 @@ class CommitSettings:
         at_least(1, of=of, max_accept_per_step=self.max_accept_per_step)
 
 
-def as_record(settings: ScorerSettings) -> dict[str, Any]:
-    """Returns settings as JSON types; what came later only where it is not as before."""
-    found = asdict(settings)
-    if found["features"]["log_odds"]:
-        del found["features"]["log_odds"]
-    return found
-
-
 class AcceptanceScorer(nn.Module):
     """Projector and acceptance network in one module: from hidden snapshots to decision logits.
 
@@ -125,10 +117,11 @@ class AcceptanceScorer(nn.Module):
         return visible & (state != PositionState.PROMPT)
 
     def digest(self) -> str:
-        settings = {"head": asdict(self.head.config), "settings": as_record(self.settings)}
-        if self.settings.features.hidden:
-            # As in digests from before the option, which records of decodes name.
-            del settings["settings"]["features"]["hidden"]
+        settings = {"head": asdict(self.head.config), "settings": asdict(self.settings)}
+        for option in ("hidden", "log_odds"):
+            if getattr(self.settings.features, option):
+                # As in digests from before the option, which records of decodes name.
+                del settings["settings"]["features"][option]
         facts = json.dumps(settings, sort_keys=True) + self.projector.digest()
         return digest(facts, self.head.state_dict())
 
@@ -138,7 +131,7 @@ class AcceptanceScorer(nn.Module):
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "head": asdict(self.head.config),
-            "settings": as_record(self.settings),
+            "settings": asdict(self.settings),
             "projector": asdict(self.projector.config),
             "projector_digest": self.projector.digest(),
             "backbone": self.backbone,
