@@ -59,7 +59,7 @@ from lit_dlm.rewards import Graded, Rewarder, Rollout
 from lit_dlm.rl.advantages import GroupZScore
 from lit_dlm.rl.batch import RolloutBatch, SampleBuilder
 from lit_dlm.rl.module import TraceRLModule
-from lit_dlm.rl.rollout import RolloutEngine, ScoredRollout, rollout_prompts, scores_of
+from lit_dlm.rl.rollout import DecodingEngine, ScoredRollout, rollout_prompts, scores_of
 from lit_dlm.rl.step import MicroBatch, estimate_advantages, score_batches
 from lit_dlm.toy import PythonFunctions
 from lit_dlm.training.masking import TraceMasking
@@ -170,7 +170,7 @@ class _Step:
         self.task = PythonFunctions(
             "train", num_examples=options.prompts, allow_code_execution=True
         )
-        self.engine = RolloutEngine(
+        self.engine = DecodingEngine(
             self.module,
             method="rollout",
             response_length=options.length,
@@ -184,7 +184,11 @@ class _Step:
         """Returns scored rollouts; the noise follows from the number of the step."""
         problems = [(example, self.module.encode(example)) for example in self.task.examples()]
         prompts = rollout_prompts(
-            problems, method="rollout", step=number, num_responses=self.options.responses
+            problems,
+            method="rollout",
+            step=number,
+            num_responses=self.options.responses,
+            response_length=self.options.length,
         )
         self.module.eval()
         with meter.phase("rollout"), torch.no_grad():

@@ -61,11 +61,13 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
         self.loop = module.loop = RLLoop(module, source, self, validation, ranks)
 
     def _new_source(self, module: TraceRLModule) -> RolloutSource:
+        if not module.replays_shards and (self.shards or self.engine):
+            kind = f"{type(module).__name__}, which trains on what its own decodes saw"
+            if self.engine is not None:
+                refuse("engine", f"none with {kind}", type(self.engine).__name__)
+            refuse("source", f"online with {kind}", "shards")
         if self.shards is None:
             return module.online_rollouts(module, module.rollout_methods, self)
-        if not module.replays_shards:
-            kind = f"{type(module).__name__}, which trains on what its own decodes saw"
-            refuse("source", f"online with {kind}", "shards")
         logger.warning(
             "source 'shards' takes prompts, rewards and kept groups as they are stored in %s: "
             "tasks, prompts_per_step, responses_per_prompt, filters, overlong_is_wrong and "

@@ -268,6 +268,9 @@ class TrajectoryDataModule(ResumableDataModule):
         if not isinstance(module, TraceLockModule):
             return
         scorer = module.scorer
+        if not scorer.settings.features.log_odds:
+            wanted = "tokens, with a policy that sees probabilities and not the stored log-odds"
+            refuse("data.source", wanted, "features")
         groups = feature_groups(scorer.projector.config, scorer.settings.features)
         for name, expected, stored in (
             ("projector digest", scorer.projector.digest(), features.projector),

@@ -153,6 +153,29 @@ def test_the_reward_is_paid_and_the_policy_loss_trained_on_with_the_advantage(tm
     assert "advantage.RankAdvantage" in written
 
 
+@pytest.mark.slow
+def test_the_engine_rolls_out_on_a_server(tmp_path: Path):
+    """With the adapter of each of two RL steps: what the server says of its draws is what is
+    computed here. The second step's adapter is another one than the first one's."""
+    pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+    cli.main(
+        [
+            *("fit", "--config=exp/tracerl_tiny", f"--config={config(tmp_path, 'rollout_engine')}"),
+            *(f"--run_dir={tmp_path}", "--trainer.max_epochs=2", *QUIET),
+            *("--trainer.num_sanity_val_steps=0", "--trainer.limit_val_batches=0"),
+            *("--trainer.callbacks=[]", "--trainer.check_val_every_n_epoch=1"),
+            *("--data.init_args.prompts_per_step=4", "--data.init_args.responses_per_prompt=4"),
+            *("--data.init_args.filters=[]", "--model.init_args.optimizer.init_args.lr=0.01"),
+        ]
+    )
+    with (tmp_path / "logs" / "version_0" / "metrics.csv").open(newline="") as file:
+        steps = list(csv.DictReader(file))
+    assert len(steps) == 2
+    assert all(float(step["rollout/mismatch"]) < 1e-4 for step in steps)
+    assert all(float(step["rollout/response_length"]) > 8 for step in steps)
+    assert (tmp_path / "served" / "adapter" / "adapter_model.safetensors").is_file()
+
+
 def test_the_scorer_judges_drawn_pictures(tmp_path: Path):
     """Of a CLIP with random weights: the score is that of its own embeddings."""
     sys.path.insert(0, str(FOLDER))

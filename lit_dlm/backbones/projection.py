@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -145,17 +145,23 @@ class Projector(nn.Module):
         return projector
 
 
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Reads a file of ``torch.save`` on the CPU, without running code from it."""
+    try:
+        stored: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (torch.serialization.pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).split("\n", maxsplit=1)[0]
+        raise ValueError(f"{path}: not a checkpoint of tensors ({reason})") from None
+    return stored
+
+
 def read_released(path: Path) -> Projector:
     """Reads the projection autoencoder of the TraceLock release as a projector in float32.
 
     The code for its weights is unpublished; this assumes that a normalisation with a weight and a
     bias is a layer normalisation, and that an encoder of two maps has a GELU in between.
     """
-    try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-    except (torch.serialization.pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).split("\n", maxsplit=1)[0]
-        raise ValueError(f"{path}: not a checkpoint of tensors ({reason})") from None
+    stored = read_checkpoint(path)
     with fitting(path):
         state, sizes = stored["projection_state"], stored["autoencoder_config"]
         maps = {
@@ -319,6 +325,9 @@ class FeatureSettings:
     hidden: bool = True
     """Begin with the projected snapshots; without them a policy sees only scalars, as in
     arXiv 2512.09106."""
+    log_odds: bool = True
+    """Append the log-odds of the proposal's probability; without, the probability itself, as in
+    the release of TraceLock."""
 
     @property
     def scores(self) -> frozenset[str]:
@@ -361,10 +370,10 @@ def acceptance_features(
         margin: ``(...)`` best minus second-best probability; needed when ``settings.margin``.
 
     Returns:
-        ``(..., F)`` float32: projected snapshots, projected deltas, log-odds of ``prob``, then
+        ``(..., F)`` float32: projected snapshots, projected deltas, ``prob`` or its log-odds, then
         the extras. Scalars that are not finite (positions without a proposal) become 0.
     """
-    scalars = [log_odds(prob)]
+    scalars = [log_odds(prob) if settings.log_odds else prob.float()]
     if settings.entropy:
         assert entropy is not None
         scalars.append(entropy.float())

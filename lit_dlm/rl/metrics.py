@@ -16,9 +16,9 @@ from torchmetrics import Metric
 from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rewards.rewarder import Rewarder
+from lit_dlm.rl.engine import Problem
 from lit_dlm.rl.rollout import (
-    Problem,
-    RolloutEngine,
+    DecodingEngine,
     ScoredRollout,
     encoded_problems,
     groups_of,
@@ -39,7 +39,7 @@ class RolloutValidation:
 
     def __init__(
         self,
-        engines: Mapping[str, RolloutEngine],
+        engines: Mapping[str, DecodingEngine],
         rewarder: Rewarder,
         problems: Sequence[Problem],
         *,
@@ -49,8 +49,13 @@ class RolloutValidation:
         self.engines = dict(engines)
         self.rewarder, self.is_mean = rewarder, is_mean
         self.prompts = {
-            method: rollout_prompts(problems, method=method, num_responses=num_responses)
-            for method in engines
+            method: rollout_prompts(
+                problems,
+                method=method,
+                num_responses=num_responses,
+                response_length=engine.response_length,
+            )
+            for method, engine in engines.items()
         }
         self.num_prompts = len(problems)
         self.last: dict[str, float] = {}  # means of the last validation
@@ -124,7 +129,7 @@ def validation_of(
         count = math.ceil(limit * size * module.trainer.world_size / settings.val_responses)
     return RolloutValidation(
         {
-            method: RolloutEngine(
+            method: DecodingEngine(
                 module,
                 method=method,
                 response_length=response_length,

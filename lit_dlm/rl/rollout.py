@@ -1,6 +1,6 @@
 """Rollouts: decoded and graded responses of the policy in training, or of a former run.
 
-:class:`OnlineRollouts` decodes prompts with :class:`RolloutEngine`, scores the responses and marks
+:class:`OnlineRollouts` decodes prompts with :class:`DecodingEngine`, scores the responses and marks
 the groups that the filters keep; :class:`StoredRollouts` reads what ``RolloutWriter`` wrote. Both
 return :class:`Rollouts`, the same on all processes.
 """
@@ -33,8 +33,9 @@ from lit_dlm.predict.decode import image_facts
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rl.batch import SAMPLED
+from lit_dlm.rl.engine import Problem, RolloutPrompt, answered
 from lit_dlm.rl.settings import RolloutSettings
-from lit_dlm.tasks import PromptExample, Task, tasks_by_name
+from lit_dlm.tasks import Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
 from lit_dlm.tensors.sampling import sample_seed
 from lit_dlm.training.ranks import Ranks
@@ -53,22 +54,15 @@ _NEEDED = ("rl_step", "prompt", "response", "reward", "kept")
 
 # Called with the phase that is running, how much of it is done and how much there is.
 Report = Callable[[str, int, int], None]
-# A problem with its token ids, chat template included, pictures numbered as in records.
-Problem = tuple[PromptExample, list[int]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutPrompt:
-    """One response to decode."""
-
-    example: PromptExample
-    prompt_ids: list[int]
-    uid: str  # of the response; differs between RL steps, so that their noise does
-    meta: Mapping[str, Any]  # for the record: RL step, number of the prompt and of the response
 
 
 def rollout_prompts(
-    problems: Iterable[Problem], *, method: str, step: int = 0, num_responses: int
+    problems: Iterable[Problem],
+    *,
+    method: str,
+    step: int = 0,
+    num_responses: int,
+    response_length: int,
 ) -> list[RolloutPrompt]:
     """Lists the responses to decode in one RL step, by group."""
     return [
@@ -84,6 +78,7 @@ def rollout_prompts(
                 "response": number,
                 **image_facts(example),
             },
+            response_length=response_length,
         )
         for prompt, (example, ids) in enumerate(problems)
         for number in range(num_responses)
@@ -96,7 +91,7 @@ def rl_step_of(uid: str) -> int:
 
 
 @dataclass(eq=False)
-class RolloutEngine:
+class DecodingEngine:
     """Decodes with the module's own weights, in evaluation mode, and one of its decoders."""
 
     module: TrainableModule
@@ -337,7 +332,8 @@ class OnlineRollouts:
     """Rolls out prompts with the policy in training and scores them.
 
     Processes take responses from a shared queue as rows of their batches end. One of the decoders
-    ``methods`` rolls out in each RL step; they take turns.
+    ``methods`` rolls out in each RL step; they take turns. Where the settings have an ``engine``,
+    this one answers instead, each process a share of the prompts.
     """
 
     def __init__(
@@ -359,11 +355,14 @@ class OnlineRollouts:
             max_length=settings.max_prompt_length,
             response_length=settings.response_length,
         )
+        if settings.engine is not None:
+            sizes = {"size": settings.responses_per_prompt, "length": settings.response_length}
+            self.problems = settings.engine.answerable(self.problems, module, **sizes)
         held = {one.digest for task in settings.val_tasks or () for one in task.examples()}
         if common := sum(example.digest in held for example, _ in self.problems):
             logger.warning("%d prompts of val_tasks are among those that are trained on", common)
         self.engines = [
-            RolloutEngine(
+            DecodingEngine(
                 module,
                 method=method,
                 response_length=settings.response_length,
@@ -399,6 +398,7 @@ class OnlineRollouts:
             method=engine.method,
             step=step,
             num_responses=self.settings.responses_per_prompt,
+            response_length=self.settings.response_length,
         )
         engine.occupancy = Occupancy()
         share = -(-len(asked) // ranks.world_size)  # which this process may exceed
@@ -420,7 +420,7 @@ class OnlineRollouts:
 
     def decoded(
         self,
-        engine: RolloutEngine,
+        engine: DecodingEngine,
         asked: Sequence[RolloutPrompt],
         ranks: Ranks,
         report: Callable[[int], None],
@@ -432,8 +432,12 @@ class OnlineRollouts:
         ``spent``.
         """
         begin = time.perf_counter()
-        queue = WorkQueue(len(asked), shared=ranks.world_size > 1)
-        own = engine.records(asked, queue, report=report)
+        if (other := self.settings.engine) is not None:
+            own = answered(other, asked[ranks.rank :: ranks.world_size], engine.module)
+            report(len(own))
+        else:
+            queue = WorkQueue(len(asked), shared=ranks.world_size > 1)
+            own = engine.records(asked, queue, report=report)
         decoded = time.perf_counter()
         # From here on in the order of the prompts, whichever process decoded what and when: sums
         # and noise of training must not depend on it.
@@ -445,7 +449,7 @@ class OnlineRollouts:
 
     def _scored(
         self,
-        engine: RolloutEngine,
+        engine: DecodingEngine,
         asked: Sequence[RolloutPrompt],
         records: Sequence[Trajectory],
         version: int,

@@ -13,6 +13,7 @@ from lit_dlm.config.components import checked_component
 from lit_dlm.rewards import GroupFilter, Reward
 from lit_dlm.rl.advantages import Advantage, GroupZScore
 from lit_dlm.rl.batch import Normalise
+from lit_dlm.rl.engine import RolloutEngine
 from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
 from lit_dlm.system.options import at_least, refuse_first, within
 from lit_dlm.tasks import Task
@@ -152,6 +153,8 @@ class RolloutSettings:
         source: ``online`` rolls out; ``shards`` replays a folder that ``RolloutWriter`` wrote, with
             the groups that were kept then, and does not read the settings of new rollouts.
         shards: that folder.
+        engine: rolls out instead of the module's decoder: ``RolloutFiles``, or one of your own by
+            its import path. Validation still decodes here.
         val_tasks: held-out prompts; none by default.
         prompts_per_step: prompts of an RL step.
         responses_per_prompt: responses to each prompt.
@@ -181,6 +184,7 @@ class RolloutSettings:
     rewards: list[Reward]
     source: Literal["online", "shards"] = "online"
     shards: str | None = None
+    engine: RolloutEngine | None = None
     val_tasks: list[Task] | None = None
     prompts_per_step: int = 64
     responses_per_prompt: int = 16
@@ -206,6 +210,8 @@ class RolloutSettings:
             checked_component(reward, Reward, option="rewards")
         for one in self.filters:
             checked_component(one, GroupFilter, option="filters")
+        if self.engine is not None:
+            checked_component(self.engine, RolloutEngine, option="engine")
         self.advantage = checked_component(
             self.advantage or GroupZScore(), Advantage, option="advantage"
         )
@@ -217,6 +223,10 @@ class RolloutSettings:
                 (self.source == "shards") != (self.shards is not None),
                 "shards: needed with source 'shards' and only there, got "
                 f"{self.shards!r} with {self.source!r}",
+            ),
+            (
+                self.source == "shards" and self.engine is not None,
+                "engine: rolls out only with source 'online', got source 'shards'",
             ),
             (
                 is_alone and not self.advantage.compute(torch.ones(1)).any(),

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
-from lit_dlm.rl.rollout import OnlineRollouts, RolloutEngine, RolloutPrompt
+from lit_dlm.rl.engine import RolloutPrompt
+from lit_dlm.rl.rollout import DecodingEngine, OnlineRollouts
 from lit_dlm.tensors.sampling import sample_seed
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.training.ranks import Ranks
@@ -66,7 +67,7 @@ class ForkedRollouts(OnlineRollouts):
 
     def decoded(
         self,
-        engine: RolloutEngine,
+        engine: DecodingEngine,
         asked: Sequence[RolloutPrompt],
         ranks: Ranks,
         report: Callable[[int], None],

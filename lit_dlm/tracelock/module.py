@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lit_dlm.backbones.base import Backbone, backbone_facts
+from lit_dlm.backbones.base import Backbone
 from lit_dlm.backbones.projection import Projector
 from lit_dlm.predict.decode import DecodeModule
 from lit_dlm.system.options import one_of, refuse, within
@@ -39,7 +39,8 @@ from lit_dlm.tracelock.metrics import (
     step_commits,
 )
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
-from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings, ScorerSettings
+from lit_dlm.tracelock.policy import scorer_to_train
+from lit_dlm.tracelock.scorer import CommitSettings, ScorerSettings
 from lit_dlm.tracelock.states import StateBatch
 from lit_dlm.training.checkpoint import CheckpointFiles, best_checkpoints, drop_backbone
 from lit_dlm.training.steps import mixed_seed
@@ -76,7 +77,10 @@ class TraceLockModule(DecodeModule):
 
     Args:
         backbone: the frozen denoiser; it runs only where features are recomputed.
-        projector: folder of the projector that made (or will make) the features.
+        policy: folder of a policy to start from, or to validate; ``null`` starts from random
+            weights. It keeps its projector, its sizes and what it sees.
+        projector: folder of the projector that made (or will make) the features, for random
+            weights.
         settings: what the network is shown; must match stored features.
         min_crop_ratio: training shows a prefix of each response; its share of the length is
             uniform between this ratio and 1.
@@ -96,7 +100,8 @@ class TraceLockModule(DecodeModule):
         self,
         backbone: Backbone,
         *,
-        projector: str | Projector,
+        policy: str | None = None,
+        projector: str | Projector | None = None,
         head: AcceptanceConfig | None = None,
         settings: ScorerSettings | None = None,
         loss: AcceptanceLossSettings | None = None,
@@ -114,14 +119,8 @@ class TraceLockModule(DecodeModule):
         if isinstance(backbone, torch.nn.Module):
             backbone.eval()  # a trainer does not change the mode
         within("(0, 1]", min_crop_ratio=min_crop_ratio)
-        if not isinstance(projector, Projector):
-            projector = Projector.load(projector)
-        self.scorer = AcceptanceScorer(
-            projector,
-            head=head,
-            settings=settings,
-            backbone=backbone_facts(backbone.spec, backbone),
-        )
+        made = scorer_to_train(backbone, policy, projector, head=head, settings=settings)
+        self.scorer = made.train()
         self.loss_settings = loss or AcceptanceLossSettings()
         if self.loss_settings.written_tail:  # the network must see written positions
             of = "loss.written_tail: settings."

@@ -25,7 +25,6 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_dlm.backbones.base import backbone_facts, check_facts
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.projection import Projector, feature_groups
 from lit_dlm.decoding import CacheScheme, Decoder, Window
@@ -37,8 +36,8 @@ from lit_dlm.system.options import at_least, of_kind, one_of, refuse, within
 from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tracelock.forks import FORK, ForkedPolicy, ForkedRollouts
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
-from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end
-from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
+from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end, scorer_to_train
+from lit_dlm.tracelock.scorer import ScorerSettings
 from lit_dlm.training.checkpoint import drop_backbone
 from lit_dlm.training.states import States
 from lit_dlm.trajectories.capture import FeatureCapture, StepSignal, TrajectoryCapture
@@ -292,16 +291,7 @@ class TraceLockRLModule(TraceRLModule):
             **common,
         )
         backbone.requires_grad_(False)
-        facts = backbone_facts(backbone.spec, backbone)
-        if policy is not None:
-            self.scorer = TraceLockPolicy(policy).scorer  # of a folder or the hub
-            check_facts("acceptance policy", self.scorer.backbone, facts)
-        elif projector is None:
-            raise ValueError("policy: expected a folder to start from, or a projector, got none")
-        else:
-            if not isinstance(projector, Projector):
-                projector = Projector.load(projector)
-            self.scorer = AcceptanceScorer(projector, head=head, settings=settings, backbone=facts)
+        self.scorer = scorer_to_train(backbone, policy, projector, head=head, settings=settings)
         # Records hold the features of masked positions alone.
         one_of("masked", of="settings.", layout=self.scorer.settings.layout)
         self.scorer.eval()

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, backbone_facts, check_facts
 from lit_dlm.backbones.location import ASSETS, embedded_names, is_hub_id, locate
+from lit_dlm.backbones.projection import Projector
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.system.options import at_least, refuse, within
 from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tensors.sampling import top_quota, uniform_noise
 from lit_dlm.tracelock.network import PositionState, accepted
+from lit_dlm.tracelock.released import RELEASED, read_released
 from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings
 
 _STREAM = 23  # separate from the draws of samplers and captures
@@ -38,7 +40,8 @@ class TraceLockPolicy(CommitPolicy):
 
     Args:
         path: folder exported by training, a hub id, or the name of an embedded model (``tiny``)
-            for the policy trained on outcomes that ships with it.
+            for the policy trained on outcomes that ships with it; or a folder of the TraceLock
+            release (:func:`~lit_dlm.tracelock.released.read_released`).
         threshold: smallest acceptance probability with which a proposal is committed; by default
             the one that the policy was made for, as its folder says (older folders: 0.99).
         max_accept_per_step: most acceptances of a row in one step, which keeps the best ones, or
@@ -103,6 +106,8 @@ class TraceLockPolicy(CommitPolicy):
         if not Path(path).is_dir():
             hint = "; make it first with fit --config exp/tracelock_tiny, or that of your model"
             refuse("policy.path", "a folder with a trained policy", f"none at {path}", hint)
+        if (Path(path) / RELEASED).is_file():
+            return read_released(Path(path))
         return AcceptanceScorer.load(path)
 
     @property
@@ -237,6 +242,23 @@ class TraceLockPolicy(CommitPolicy):
     def check_backbone(self, backbone: Backbone) -> None:
         facts = backbone_facts(backbone.spec, backbone)
         check_facts("acceptance policy", self.scorer.backbone, facts)
+
+
+def scorer_to_train(
+    backbone: Backbone, policy: str | None, projector: str | Projector | None, **options: Any
+) -> AcceptanceScorer:
+    """Returns the network of a policy, as its folder has it, or one with random weights."""
+    facts = backbone_facts(backbone.spec, backbone)
+    if policy is not None:
+        scorer = TraceLockPolicy(policy).scorer  # of a folder or the hub
+        check_facts("acceptance policy", scorer.backbone, facts)
+        scorer.backbone = facts  # a released one knows fewer
+        return scorer
+    if projector is None:
+        refuse("policy", "a folder to start from, or a projector", "none")
+    if not isinstance(projector, Projector):
+        projector = Projector.load(projector)
+    return AcceptanceScorer(projector, backbone=facts, **options)
 
 
 def left_of_window_end(masked: Tensor, candidates: Tensor) -> Tensor:

@@ -118,9 +118,10 @@ class AcceptanceScorer(nn.Module):
 
     def digest(self) -> str:
         settings = {"head": asdict(self.head.config), "settings": asdict(self.settings)}
-        if self.settings.features.hidden:
-            # As in digests from before the option, which records of decodes name.
-            del settings["settings"]["features"]["hidden"]
+        for option in ("hidden", "log_odds"):
+            if getattr(self.settings.features, option):
+                # As in digests from before the option, which records of decodes name.
+                del settings["settings"]["features"][option]
         facts = json.dumps(settings, sort_keys=True) + self.projector.digest()
         return digest(facts, self.head.state_dict())
 

@@ -61,9 +61,9 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
     stem = Path(path.name.removesuffix(".gz")).stem
     for number, line in numbered_lines(path):
         with located(f"{path}:{number}"):
-            row = _checked_row(json.loads(line), settings)
-            prompt = _ids(row, "prompt_token_ids", "user", template=True)
-            tokens = _ids(row, "response_token_ids", "assistant")
+            row = checked_row(json.loads(line), settings)
+            prompt = ids_of(row, "prompt_token_ids", "user", template=True)
+            tokens = ids_of(row, "response_token_ids", "assistant")
             order = row["decoding_order"]
             order = np.empty(0, np.int64) if order is None else order
             num_missing = len(order) - len(tokens)
@@ -74,7 +74,7 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
                 f"decoding_order has {len(order)} entries for {len(tokens)} tokens",
             )
             if num_missing:
-                tokens = np.append(tokens, np.full(num_missing, _required(row, "pad_id")))
+                tokens = np.append(tokens, np.full(num_missing, required(row, "pad_id")))
             given = _is_listed(row, "given_positions", len(tokens))
             record = _record(row, f"{stem}/{number}", prompt, tokens, order, given)
             # Kept where they are not the computed ones, so that an export is this row again.
@@ -92,14 +92,14 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
         rows = list(json.loads(path.read_bytes()))
     for number, stored in enumerate(rows):
         with located(f"{path}: entry {number}"):
-            row = _checked_row(stored, settings)
-            steps = _required(row, "step_map")
+            row = checked_row(stored, settings)
+            steps = required(row, "step_map")
             # Their block models count from 1. Our own rows say num_steps and count from 0, also
             # where step 0 wrote nothing.
             if row["num_steps"] is None and (steps >= 0).all():
                 steps = steps - steps.min(initial=2**31)
-            prompt = _ids(row, "prompt_ids", "user")
-            tokens = _ids(row, "response_ids", "assistant")
+            prompt = ids_of(row, "prompt_ids", "user")
+            tokens = ids_of(row, "response_ids", "assistant")
             length = max(row["response_length"] or 0, len(tokens))
             expect(
                 len(steps) == len(tokens) and steps.min(initial=0) >= 0 and length <= MAX_LENGTH,
@@ -107,7 +107,7 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
                 f"a response_length of {length}, at most {MAX_LENGTH}",
             )
             padding = length - len(tokens)
-            tokens = np.concatenate([tokens, np.full(padding, _required(row, "mask_id"))])
+            tokens = np.concatenate([tokens, np.full(padding, required(row, "mask_id"))])
             steps = np.concatenate([steps, np.full(padding, -1)])
             given = np.zeros(length, dtype=bool)
             record = _record(row, f"{path.stem}/{number}", prompt, tokens, steps, given)
@@ -136,7 +136,7 @@ def located(where: object) -> Iterator[None]:
 # -- one row ---------------------------------------------------------------------------------------
 
 
-def _checked_row(row: Any, settings: ImportSettings) -> dict[str, Any]:
+def checked_row(row: Any, settings: ImportSettings) -> dict[str, Any]:
     """Returns the row with its lists as arrays, and missing fields from the settings."""
     checked = {**json_object("row", row), "tokenizer": settings.tokenizer}
     for name, kind in _FIELDS.items():
@@ -165,7 +165,7 @@ def _record(
     row: Mapping[str, Any], name: str, prompt: Any, tokens: Any, order: Any, given: Any
 ) -> Trajectory:
     """Builds a record from one row; positions with step -1 become masks unless they are given."""
-    mask_id = _required(row, "mask_id")
+    mask_id = required(row, "mask_id")
     order = np.where(given, -1, order)
     tokens = np.where((order < 0) & ~given, mask_id, tokens)
     is_full = bool((tokens != mask_id).all())
@@ -178,7 +178,7 @@ def _record(
         commit_step=order,
         num_steps=int(order.max(initial=-1)) + 1 if steps is None else steps,
         mask_id=mask_id,
-        vocab_size=_required(row, "vocab_size"),
+        vocab_size=required(row, "vocab_size"),
         seed=row["seed"] or 0,
         status=status if status in STATUSES else "complete" if is_full else "step_limit",
         given=given,
@@ -210,14 +210,14 @@ def _is_listed(row: Mapping[str, Any], name: str, length: int) -> NDArray[np.boo
     return listed
 
 
-def _required(row: Mapping[str, Any], name: str) -> Any:
+def required(row: Mapping[str, Any], name: str) -> Any:
     """Returns a field that the row or an option must supply."""
     hint = f"; give --{name}" if name in vars(ImportSettings()) else ""
     expect(row[name] is not None, f"the row has no {name}{hint}")
     return row[name]
 
 
-def _ids(row: Mapping[str, Any], name: str, role: str, *, template: bool = False) -> Any:
+def ids_of(row: Mapping[str, Any], name: str, role: str, *, template: bool = False) -> Any:
     """Token ids of a row, or of its first text of ``role``, in the chat template on request."""
     if row[name] is not None:
         return row[name]
@@ -229,7 +229,7 @@ def _ids(row: Mapping[str, Any], name: str, role: str, *, template: bool = False
         texts and isinstance(texts[0], str),
         f"expected one of the texts {keys}, or a turn of the {role} in messages",
     )
-    tokenizer = _required(row, "tokenizer")
+    tokenizer = required(row, "tokenizer")
     if template and getattr(tokenizer, "chat_template", None) is not None:
         chat = [{"role": role, "content": texts[0]}]
         options = {"add_generation_prompt": True, "return_dict": False}

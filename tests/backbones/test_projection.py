@@ -15,7 +15,7 @@ from lit_dlm.backbones.projection import (
     log_odds,
     num_features,
 )
-from tests.projectors import random_orthogonal
+from tests.projectors import random_orthogonal, write_release
 
 SMALL = ProjectorConfig(hidden_size=12, hidden_rank=4, delta_rank=2)
 RANDOM = replace(SMALL, kind="random_orthogonal")
@@ -86,26 +86,6 @@ def test_what_does_not_fit_is_refused() -> None:
         PCAFitter(SMALL).finish()
     with pytest.raises(ValueError, match=r"hidden_rank.*\[1, 96\].*256"):
         ProjectorConfig(hidden_size=96)
-
-
-def write_release(folder: Path, inner: int = 0) -> tuple[Path, dict[str, torch.nn.Module]]:
-    """Random networks in the layout of the release's file."""
-    torch.manual_seed(3)
-    networks: dict[str, torch.nn.Module] = {}
-    for name, rank in (("hidden", 4), ("delta", 2)):
-        norm = torch.nn.LayerNorm(12)
-        torch.nn.init.normal_(norm.weight)
-        torch.nn.init.normal_(norm.bias)
-        layers = (
-            [torch.nn.Linear(12, inner), torch.nn.GELU(), torch.nn.Dropout(0.1)] if inner else []
-        )
-        encoder = torch.nn.Sequential(*layers, torch.nn.Linear(inner or 12, rank))
-        networks |= {f"{name}_norm": norm, f"{name}_encoder": encoder.eval()}
-    config = {"d_model": 12, "d_hidden_bottleneck": 4, "d_delta_bottleneck": 2, "dropout": 0.1}
-    state = {name: network.state_dict() for name, network in networks.items()}
-    path = folder / "best_val_loss.pt"
-    torch.save({"autoencoder_config": config, "projection_state": state}, path)
-    return path, networks
 
 
 @pytest.mark.parametrize("inner", [0, 7])

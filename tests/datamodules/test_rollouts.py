@@ -22,8 +22,8 @@ from lit_dlm.callbacks import AdapterCheckpoint, Interruption, RewardCurve, Roll
 from lit_dlm.rewards import Graded, SpreadFilter
 from lit_dlm.rl.batch import RolloutBatch
 from lit_dlm.rl.rollout import (
+    DecodingEngine,
     OnlineRollouts,
-    RolloutEngine,
     StoredRollouts,
     draw_prompts,
     encoded_problems,
@@ -289,7 +289,7 @@ def test_where_nothing_grades_the_reward_is_monitored(
         ("val/reward", None, "val_tasks, whose scores it names, got 'val/reward'"),
     ):
         with (
-            patch.object(RolloutEngine, "records", side_effect=AssertionError),
+            patch.object(DecodingEngine, "records", side_effect=AssertionError),
             pytest.raises(ValueError, match=rf"^AdapterCheckpoint\.monitor: expected {expected}"),
         ):
             go(monitor, val_tasks)

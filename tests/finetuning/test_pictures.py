@@ -19,7 +19,7 @@ from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes, 
 from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedQuota
 from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.predict.decode import image_facts
-from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts
+from lit_dlm.rl.rollout import DecodingEngine, rollout_prompts
 from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.rl.step import shard_samples
 from lit_dlm.tasks import PromptExample
@@ -173,8 +173,8 @@ def test_rl_scores_the_states_of_the_rollout(folder: Path, kind: Any) -> None:
         (problem, given.prompt_ids.tolist())
         for problem, given in zip(problems(), examples(backbone), strict=True)
     ]
-    prompts = rollout_prompts(encoded, method="random", num_responses=2)
-    engine = RolloutEngine(rl, method="random", response_length=G, batch_size=3)
+    prompts = rollout_prompts(encoded, method="random", num_responses=2, response_length=G)
+    engine = DecodingEngine(rl, method="random", response_length=G, batch_size=3)
     with torch.inference_mode():  # as Lightning validates; what is kept is used in training
         records = [
             rollout.trajectory.with_meta(rl_step=0, reward=float(number % 2), kept=True)

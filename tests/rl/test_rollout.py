@@ -28,8 +28,8 @@ from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import RawReward
 from lit_dlm.rl.rollout import (
     SAMPLED,
+    DecodingEngine,
     OnlineRollouts,
-    RolloutEngine,
     ScoredRollout,
     groups_of,
     in_order,
@@ -46,7 +46,7 @@ from tests.rollouts import EOS, G, learner, rollout_data
 
 def engine(
     *, batch_size: int = 4, temperature: float = 1.0, score_on: Any = "filtered"
-) -> RolloutEngine:
+) -> DecodingEngine:
     rl = learner().eval()
     rl.decoders["warm"] = Decoder(
         policy=EntropyPolicy(),
@@ -54,16 +54,18 @@ def engine(
         sampler=Sampler(temperature=temperature, top_k=5, score_on=score_on),
         settings=DecodeSettings(eos_rule="fill"),
     )
-    return RolloutEngine(rl, method="warm", response_length=G, batch_size=batch_size)
+    return DecodingEngine(rl, method="warm", response_length=G, batch_size=batch_size)
 
 
-def responses(using: RolloutEngine, step: int = 0) -> list[Rollout]:
+def responses(using: DecodingEngine, step: int = 0) -> list[Rollout]:
     """Three to each of two prompts."""
     problems = [
         (PromptExample(uid=f"task/train/{number}", task="task", text="?"), ids)
         for number, ids in enumerate(([10, 11, 12], [13, 14]))
     ]
-    return using.generate(rollout_prompts(problems, method="warm", step=step, num_responses=3))
+    return using.generate(
+        rollout_prompts(problems, method="warm", step=step, num_responses=3, response_length=G)
+    )
 
 
 def test_a_response_belongs_to_its_name_and_not_to_its_batch() -> None:

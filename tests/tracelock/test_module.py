@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lit_dlm.backbones.projection import FeatureSettings
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, SlidingWindow, decode, prompt_canvas
 from lit_dlm.tracelock.loss import AcceptanceLossSettings
@@ -206,6 +207,29 @@ def test_validation_scores_match_a_slow_reference(shards: Path, tmp_path: Path) 
         ("val/rollout_proxy_accept_rate", logit >= 0, 1e-5),
     ):
         assert scores[name] == pytest.approx(float(values.double().mean()), rel=rel)
+
+
+def test_a_folder_is_trained_further_and_validated_without_a_checkpoint(
+    shards: Path, tmp_path: Path
+) -> None:
+    """Its scores are those of the policy in it, whose sizes it keeps; and training changes it."""
+    trainer(tmp_path).fit(module(), data(shards))
+    folder, loaded = str(tmp_path / "policy"), module()
+    loaded.scorer = AcceptanceScorer.load(folder)
+    (wanted,) = trainer(tmp_path).validate(loaded, data(shards), verbose=False)
+    start = {"policy": folder, "projector": None, "head": None}
+    (found,) = trainer(tmp_path).validate(module(**start), data(shards), verbose=False)
+    assert found == wanted
+    again = module(**start)
+    trainer(tmp_path / "more", max_steps=3).fit(again, data(shards))
+    after = AcceptanceScorer.load(tmp_path / "more" / "policy")
+    assert after.digest() != AcceptanceScorer.load(folder).digest()
+    assert (after.head.config, after.backbone) == (HEAD, again.scorer.backbone)
+    with pytest.raises(ValueError, match=r"^policy: expected a folder to start from, or a proj"):
+        module(projector=None)
+    plain = ScorerSettings(features=FeatureSettings(log_odds=False))
+    with pytest.raises(ValueError, match=r"^data\.source: expected tokens, .* got features"):
+        trainer(tmp_path / "plain").fit(module(settings=plain), data(shards))
 
 
 def test_every_score_has_its_best_checkpoint_and_policy(shards: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from lit_dlm.rewards.speed import ForwardPrice, PriceConstraint
 from lit_dlm.rl.advantages import GroupMean
 from lit_dlm.rl.metrics import RolloutValidation
 from lit_dlm.rl.rollout import gathered
+from lit_dlm.rl.rollout_files import RolloutFiles
 from lit_dlm.rl.settings import PolicyObjective
 from lit_dlm.rl.step import estimate_advantages, shard_samples
 from lit_dlm.tensors.sampling import confidence, entropy, margin
@@ -325,6 +326,9 @@ def test_what_training_of_commits_cannot_have_is_refused(tmp_path: Path) -> None
     stored = rollout_data(source="shards", shards=str(folder))
     with pytest.raises(ValueError, match=r"source: expected online .* got shards"):
         fit(actor(family=WORDS), stored, tmp_path, steps=1)
+    elsewhere = rollout_data(engine=RolloutFiles([]))
+    with pytest.raises(ValueError, match=r"engine: expected none .* got RolloutFiles"):
+        fit(actor(family=WORDS), elsewhere, tmp_path, steps=1)
     # The folder is that of the run that goes on, whose policy is another one by now.
     again, data = actor(family=WORDS), rollout_data(prompts_per_step=1)
     resume = {"callbacks": [RolloutWriter(str(folder))], "resume": tmp_path / "last.ckpt"}
