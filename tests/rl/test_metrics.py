@@ -29,7 +29,7 @@ def engine(*taken: tuple[int, int]) -> Any:
         records = [SimpleNamespace(meta=meta, num_steps=2) for meta in mine]
         return [SimpleNamespace(trajectory=record) for record in records]
 
-    return SimpleNamespace(generate=generate)
+    return SimpleNamespace(generate=generate, response_length=4)
 
 
 def score(groups: Any) -> list[list[RewardScore]]:
