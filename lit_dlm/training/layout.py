@@ -130,6 +130,8 @@ def _two_copies(batch: SupervisedBatch, states: States, hidden: Tensor, spec: Ba
         origin=spec.block_origin,
         device=device,
     )
+    if spec.whole_prompt:
+        slots = replace(slots, blocks=slots.blocks.clamp_min(-1))
     if copies > 1:
         slots = slots.packed(copies)
     by_blocks = wants_block_mask(len(slots.source), device)
