@@ -16,7 +16,7 @@ lit_dlm.datamodules: pretraining.PretrainDataModule prompts.PromptDataModule
 lit_dlm.datamodules.supervised_sources: PreferencesFile RecordedDecodes RecordedPairs ResponsesFile
     ResponsesList TABOMFile TaskReferences
 lit_dlm.decoding: decoder.DecodeSettings decoder.Decoder decoder.Sweep guidance.Guidance
-    policies.calibrated.PCSamplerPolicy policies.editing.TokenEditingPolicy
+    pipeline.PipelineWindow policies.calibrated.PCSamplerPolicy policies.editing.TokenEditingPolicy
     policies.history.CreditPolicy policies.history.KLASSPolicy policies.remdm.ReMDMPolicy
     policies.wino.WINOPolicy regions.Region sampler.Sampler
 lit_dlm.decoding.caches: BlockCache DualCache NoCache PrefixCache SubBlockCache
