@@ -26,9 +26,9 @@ lit_dlm.decoding.policies.base: ConfidencePolicy DynamicPolicy EBSamplerPolicy E
     ThresholdPolicy
 lit_dlm.decoding.quotas: BudgetQuota CosineQuota EvenQuota FixedQuota NoQuota ScheduleQuota
 lit_dlm.decoding.windows: BlockWindow FullWindow SlidingWindow SteppedBlockWindow
-lit_dlm.finetuning: dparallel.BlockComplements dparallel.DParallelModule dpo.DPOModule
-    muon.MuonAdamW pretrain.PretrainModule sft.SFTModule tabom.TABOMModule
-    tabom.TimeDelay trainable.TrainableModule
+lit_dlm.finetuning: d2f.D2FModule d2f.RisingMasking dparallel.BlockComplements
+    dparallel.DParallelModule dpo.DPOModule muon.MuonAdamW pretrain.PretrainModule sft.SFTModule
+    tabom.TABOMModule tabom.TimeDelay trainable.TrainableModule
 lit_dlm.lockstep: reward.LockstepReward
 lit_dlm.lockstep.policy: BonusPolicy GaussSeidelPolicy JacobiPolicy LaggedPolicy
 lit_dlm.predict: decode.CheckedModule decode.DecodeModule
