@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.visibility import first_column
 from lit_dlm.decoding.caches import Forwards
-from lit_dlm.decoding.decoder import Decoder, DecodeSettings
+from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import (
     BROKEN,
@@ -84,13 +84,7 @@ def decide(
     if selection.rewritten is not None and not policy.takes_back:
         name = type(policy).__name__
         raise ValueError(f"policy: {name} rewrites cells; expected takes_back = True in it")
-    commit = committed(candidates, selection, forced, rules)
-    by_policy = commit.any(1)
-    if selection.rewritten is not None:  # such a policy ensures progress itself
-        by_policy = torch.ones_like(by_policy)
-    elif rules.stall_rule == "top1":
-        stalled = decoder.window.stalled(state, candidates, commit, selection.scores)
-        commit, by_policy = commit | stalled, by_policy & ~stalled.any(1)
+    commit, by_policy = committed(state, candidates, selection, forced, decoder)
     # 6. The canvas after the step: commits, what the policy rewrites, the end of the text.
     new_ids = torch.where(commit, proposal.ids, state.ids)
     if selection.rewritten is not None:
@@ -173,16 +167,33 @@ def columns_to_predict(state: DecodeState, view: WindowView, requires: frozenset
 
 
 def committed(
-    candidates: Tensor, selection: Selection, forced: Tensor | None, rules: DecodeSettings
-) -> Tensor:
-    """Applies cap and forced cells to what the policy selects; ``(b, L)`` bool commits."""
+    state: DecodeState,
+    candidates: Tensor,
+    selection: Selection,
+    forced: Tensor | None,
+    decoder: Decoder,
+) -> tuple[Tensor, Tensor]:
+    """Applies cap, forced cells and stall rule; ``(b, L)`` commits and ``(b,)`` ``by_policy``."""
+    rules, window = decoder.settings, decoder.window
+    assert window is not None
     # A policy may select more than the candidates; cap and stall rule see only candidates.
     commit = selection.commit & candidates
     if rules.max_commits_per_step is not None:
         # Ranked by a stable sort and not by topk: many cells have a probability of exactly 1, and
         # among equals topk chooses differently in another batch.
         commit = top_quota(selection.scores, commit, rules.max_commits_per_step)
-    return commit if forced is None else commit | forced
+    if forced is not None:
+        commit = commit | forced
+    by_policy = commit.any(1)
+    if selection.rewritten is not None:  # such a policy ensures progress itself
+        return commit, torch.ones_like(by_policy)
+    # Asking first costs less than the ranking, which is mostly not needed.
+    if rules.stall_rule == "top1" and (
+        window.pipelined or not (reads_are_free(by_policy.device) and bool(by_policy.all()))
+    ):
+        stalled = window.stalled(state, candidates, commit, selection.scores)
+        commit, by_policy = commit | stalled, by_policy & ~stalled.any(1)
+    return commit, by_policy
 
 
 _SCORES = ("prob", "entropy", "margin")

@@ -74,11 +74,7 @@ class Window(Component):
             commit: ``(b, L)`` bool, what is committed without it.
             scores: ``(b, L)``, the policy's.
         """
-        is_stalled = ~commit.any(1)
-        # Asking first costs less than the ranking, which is mostly not needed.
-        if reads_are_free(commit.device) and not bool(is_stalled.any()):
-            return torch.zeros_like(commit)
-        return top_quota(scores, candidates & is_stalled[:, None], 1)
+        return top_quota(scores, candidates & ~commit.any(1, keepdim=True), 1)
 
 
 def masks_first(state: DecodeState, columns: Tensor) -> Tensor:
