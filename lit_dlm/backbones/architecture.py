@@ -193,8 +193,9 @@ class Architecture(BackboneSpec):
         # Left out if unset, so that such models keep their digest.
         if self.text_vocab_size is None:
             del fields["text_vocab_size"]
-        if not self.edits_tokens:
-            del fields["edits_tokens"]
+        for name in ("edits_tokens", "whole_prompt"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
     def digest(self) -> str:

@@ -48,6 +48,9 @@ class BackboneSpec:
     block_origin: BlockOrigin = "sequence"
     """The released samplers count from the sequence, but dLLM-RL's training on traces counts from
     the response (arXiv:2509.06949): one model, two partitions."""
+    whole_prompt: bool = False
+    """Whether the prompt is one block, all of which sees itself (D2F, arXiv:2508.09192); for blocks
+    that count from the response, which else has the prompt in blocks before it."""
     logit_scale: float = 1.0
     """Factor on the logits (LLaDA's ``scale_logits``)."""
     forbidden_ids: tuple[int, ...] = ()
@@ -66,6 +69,9 @@ class BackboneSpec:
         if not self.eos_ids or (self.attention == "block" and not self.block_size):
             wanted = "eos_ids, and a block_size with block attention"
             refuse("BackboneSpec", wanted, f"{self.eos_ids} and {self.block_size}")
+        if self.whole_prompt and (self.attention, self.block_origin) != ("block", "response"):
+            wanted = "block attention with block_origin 'response'"
+            refuse("whole_prompt", wanted, f"{self.attention}, {self.block_origin!r}")
 
 
 @dataclass(frozen=True)

@@ -63,12 +63,13 @@ def canvas_blocks(
 ) -> Tensor:
     """``(1, L)`` or ``(B, L)`` int64: the block of every column of a block model's canvas."""
     assert spec.block_size is not None
-    return block_numbers(
+    blocks = block_numbers(
         ids.shape[1] if pad_mask is None else pad_mask,
         spec.block_size,
         origin=response_start if spec.block_origin == "response" else None,
         device=ids.device,
     )
+    return blocks.clamp_min(-1) if spec.whole_prompt else blocks
 
 
 def attention_visibility(

@@ -16,7 +16,7 @@ lit_dlm.datamodules: pretraining.PretrainDataModule prompts.PromptDataModule
 lit_dlm.datamodules.supervised_sources: PreferencesFile RecordedDecodes RecordedPairs ResponsesFile
     ResponsesList TABOMFile TaskReferences
 lit_dlm.decoding: decoder.DecodeSettings decoder.Decoder decoder.Sweep guidance.Guidance
-    policies.calibrated.PCSamplerPolicy policies.editing.TokenEditingPolicy
+    pipeline.PipelineWindow policies.calibrated.PCSamplerPolicy policies.editing.TokenEditingPolicy
     policies.history.CreditPolicy policies.history.KLASSPolicy policies.remdm.ReMDMPolicy
     policies.wino.WINOPolicy regions.Region sampler.Sampler
 lit_dlm.decoding.caches: BlockCache DualCache NoCache PrefixCache SubBlockCache
@@ -26,9 +26,9 @@ lit_dlm.decoding.policies.base: ConfidencePolicy DynamicPolicy EBSamplerPolicy E
     ThresholdPolicy
 lit_dlm.decoding.quotas: BudgetQuota CosineQuota EvenQuota FixedQuota NoQuota ScheduleQuota
 lit_dlm.decoding.windows: BlockWindow FullWindow SlidingWindow SteppedBlockWindow
-lit_dlm.finetuning: dparallel.BlockComplements dparallel.DParallelModule dpo.DPOModule
-    muon.MuonAdamW pretrain.PretrainModule sft.SFTModule tabom.TABOMModule
-    tabom.TimeDelay trainable.TrainableModule
+lit_dlm.finetuning: d2f.D2FModule d2f.RisingMasking dparallel.BlockComplements
+    dparallel.DParallelModule dpo.DPOModule muon.MuonAdamW pretrain.PretrainModule sft.SFTModule
+    tabom.TABOMModule tabom.TimeDelay trainable.TrainableModule
 lit_dlm.lockstep: reward.LockstepReward
 lit_dlm.lockstep.policy: BonusPolicy GaussSeidelPolicy JacobiPolicy LaggedPolicy
 lit_dlm.predict: decode.CheckedModule decode.DecodeModule

@@ -20,6 +20,7 @@ from lit_dlm.decoding.layout import (
     TemplateLayout as TemplateLayout,
 )
 from lit_dlm.decoding.loop import decode as decode, decode_queue as decode_queue
+from lit_dlm.decoding.pipeline import PipelineWindow as PipelineWindow
 from lit_dlm.decoding.policies.base import (
     CommitPolicy as CommitPolicy,
     ConfidencePolicy as ConfidencePolicy,

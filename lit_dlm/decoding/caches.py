@@ -313,8 +313,12 @@ class CacheSession(Forwards):
         spans: dict[int, Span] = {}
         refreshed: list[int] = []
         first_cells = [-1] * len(first_mask)
+        # The host waits for the ends of pipelines here, where the device has nothing to do anyway.
+        ends = self._window.reach(state).tolist() if self._window.pipelined else None
         for row in running:
-            spans[row], is_refreshed, first_cells[row] = self._span(row, first_mask[row], state)
+            end = None if ends is None else ends[row]
+            found = self._span(row, first_mask[row], state, end)
+            spans[row], is_refreshed, first_cells[row] = found
             refreshed += [row] * is_refreshed
         if self._block_causal and new:
             self._run_prompts(state, new, spans)
@@ -329,7 +333,7 @@ class CacheSession(Forwards):
         self, spans: Mapping[int, Span], refreshed: list[int], first_cells: list[int]
     ) -> Bucket | None:
         """Plans one forward in a bucket; its numbers go to the device, to one place, together."""
-        several_blocks = self._block_causal and bool(refreshed)
+        several_blocks = self._in_several_blocks(refreshed)
         found = self._canvas.is_padded and self._canvas.bucketed(
             [*spans.values()], rows=[*spans], block_causal=several_blocks
         )
@@ -376,7 +380,12 @@ class CacheSession(Forwards):
 
     # -- what a step computes --------------------------------------------------------------------
 
-    def _span(self, row: int, column: int, state: DecodeState) -> tuple[Span, bool, int]:
+    def _in_several_blocks(self, refreshed: list[int]) -> bool:
+        return self._block_causal and (bool(refreshed) or self._window.pipelined)
+
+    def _span(
+        self, row: int, column: int, state: DecodeState, pipeline_end: int | None
+    ) -> tuple[Span, bool, int]:
         """Returns the span that a row computes, by its leftmost mask, and whether that refreshes.
 
         Also the first cell of a block that it enters, if the step must commit that cell, else -1.
@@ -384,6 +393,8 @@ class CacheSession(Forwards):
         scheme, length, cached = self._scheme, state.ids.shape[1], self._rows[row]
         begin, end = self._bounds(self._window, cached, column, state)
         block, block_end = self._bounds(self._blocks_of, cached, column, state)
+        if pipeline_end is not None:
+            end = block_end = pipeline_end
         # A part is computed alone only once its first cell is known.
         is_open = scheme.in_parts and (column == begin or cached.is_open)
         # If the row is still in the part of its last step, the surroundings are in the cache.
@@ -414,7 +425,7 @@ class CacheSession(Forwards):
         is_alike = self._block_causal or len(refreshed) in (0, len(spans))
         together = [*spans.values()]
         if is_alike or self._canvas.takes_sequences(together):
-            several_blocks = self._block_causal and bool(refreshed)
+            several_blocks = self._in_several_blocks(refreshed)
             rows = None if len(spans) == len(self._rows) else [*spans]
             return [self._canvas.plan(together, rows=rows, block_causal=several_blocks)]
         others = [row for row in spans if row not in refreshed]
@@ -446,7 +457,8 @@ class CacheSession(Forwards):
             return  # the forward of the step runs them
         for together in token_batches(sizes, PROMPT_TOKENS) if prompts else ():
             rows, windows = zip(*(prompts[index] for index in sorted(together)), strict=True)
-            self._canvas.run(state.ids, self._canvas.plan(windows, rows=rows, block_causal=True))
+            several = not self._spec.whole_prompt
+            self._canvas.run(state.ids, self._canvas.plan(windows, rows=rows, block_causal=several))
             self.num_forwards += 1
         # Copied after all prompts have run: a source may itself be a new row.
         for end in {begins[row] for row in sources}:

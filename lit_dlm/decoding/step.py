@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.visibility import first_column
 from lit_dlm.decoding.caches import Forwards
-from lit_dlm.decoding.decoder import Decoder, DecodeSettings
+from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import (
     BROKEN,
@@ -84,7 +84,7 @@ def decide(
     if selection.rewritten is not None and not policy.takes_back:
         name = type(policy).__name__
         raise ValueError(f"policy: {name} rewrites cells; expected takes_back = True in it")
-    commit, by_policy = committed(candidates, selection, forced, rules)
+    commit, by_policy = committed(state, candidates, selection, forced, decoder)
     # 6. The canvas after the step: commits, what the policy rewrites, the end of the text.
     new_ids = torch.where(commit, proposal.ids, state.ids)
     if selection.rewritten is not None:
@@ -167,9 +167,15 @@ def columns_to_predict(state: DecodeState, view: WindowView, requires: frozenset
 
 
 def committed(
-    candidates: Tensor, selection: Selection, forced: Tensor | None, rules: DecodeSettings
+    state: DecodeState,
+    candidates: Tensor,
+    selection: Selection,
+    forced: Tensor | None,
+    decoder: Decoder,
 ) -> tuple[Tensor, Tensor]:
     """Applies cap, forced cells and stall rule; ``(b, L)`` commits and ``(b,)`` ``by_policy``."""
+    rules, window = decoder.settings, decoder.window
+    assert window is not None
     # A policy may select more than the candidates; cap and stall rule see only candidates.
     commit = selection.commit & candidates
     if rules.max_commits_per_step is not None:
@@ -180,13 +186,13 @@ def committed(
         commit = commit | forced
     by_policy = commit.any(1)
     if selection.rewritten is not None:  # such a policy ensures progress itself
-        by_policy = torch.ones_like(by_policy)
+        return commit, torch.ones_like(by_policy)
     # Asking first costs less than the ranking, which is mostly not needed.
-    if rules.stall_rule == "top1" and not (
-        reads_are_free(by_policy.device) and bool(by_policy.all())
+    if rules.stall_rule == "top1" and (
+        window.pipelined or not (reads_are_free(by_policy.device) and bool(by_policy.all()))
     ):
-        best = top_quota(selection.scores, candidates, 1)
-        commit = torch.where(by_policy[:, None], commit, best)
+        stalled = window.stalled(state, candidates, commit, selection.scores)
+        commit, by_policy = commit | stalled, by_policy & ~stalled.any(1)
     return commit, by_policy
 
 

@@ -15,6 +15,7 @@ from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.system.options import at_least
 from lit_dlm.tensors.batches import reads_are_free
+from lit_dlm.tensors.sampling import top_quota
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Window(Component):
     """Whether every step may write anywhere in the response."""
     slides: bool = False
     """Whether it moves on before it is full: then no step knows a share of the masks to come."""
+    pipelined: bool = False
+    """Whether it is in several blocks at once, see :meth:`reach`; only for block attention."""
     graph_safe = False
 
     @property
@@ -57,6 +60,21 @@ class Window(Component):
             f"cache: {type(self).__name__} has no blocks at whose start a cache could be "
             "refreshed; expected BlockWindow or FullWindow"
         )
+
+    def reach(self, state: DecodeState) -> Tensor:
+        """``(b,)`` int64: end of the last block of a window that is in several."""
+        raise NotImplementedError
+
+    def stalled(
+        self, state: DecodeState, candidates: Tensor, commit: Tensor, scores: Tensor
+    ) -> Tensor:
+        """``(b, L)`` bool: what the stall rule commits, here the best candidate of a stalled row.
+
+        Args:
+            commit: ``(b, L)`` bool, what is committed without it.
+            scores: ``(b, L)``, the policy's.
+        """
+        return top_quota(scores, candidates & ~commit.any(1, keepdim=True), 1)
 
 
 def masks_first(state: DecodeState, columns: Tensor) -> Tensor:
@@ -152,6 +170,11 @@ def check_window(window: Window, spec: BackboneSpec) -> None:
     """Refuses a window in which a block model could write a block before an earlier one."""
     # No block sees a later one: a block written ahead would be decided without the text before it.
     if spec.attention == "full":
+        if window.pipelined:
+            raise ValueError(
+                f"window: {type(window).__name__} needs block attention, under which what is begun "
+                f"later changes nothing before it; got {spec.family} with full attention"
+            )
         return
     size, origin = spec.block_size, spec.block_origin
     assert size is not None

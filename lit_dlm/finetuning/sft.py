@@ -2,9 +2,9 @@
 
 Read :meth:`SFTModule.training_step` first; all other fine-tuning keeps its steps and replaces some.
 TABOM (``tabom.py``) has states and a second loss of its own, dParallel (``dparallel.py``)
-states, scores and losses, DPO (``dpo.py``) a loss of pairs. A masked diffusion model learns to
-predict hidden tokens from those around them, so what is new beside an autoregressive model is step
-1: which tokens are hidden.
+states, scores and losses, D2F (``d2f.py``) states and a teacher, DPO (``dpo.py``) a loss of pairs.
+A masked diffusion model learns to predict hidden tokens from those around them, so what is new
+beside an autoregressive model is step 1: which tokens are hidden.
 
 ``B`` responses of ``G`` positions have ``K`` states, in which ``N`` positions are predicted.
 """

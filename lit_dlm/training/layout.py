@@ -32,8 +32,9 @@ def lay_out(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Rows:
 
     With full attention a row is the canvas of a state. With block attention it is the clean canvas
     and a noisy copy of the response, so that all its blocks are learnt in one forward
-    (:class:`Slots`); states of one ``sample`` share a row, with a noisy copy each. Causal states
-    keep the clean canvas under a causal mask.
+    (:class:`Slots`); states of one ``sample`` share a row, with a noisy copy each. States in
+    ``one_copy`` are their canvas with any attention. Causal states keep the clean canvas under a
+    causal mask.
     """
     if states.prompt_rate and (states.causal or spec.attention == "block"):
         raise ValueError(
@@ -47,7 +48,7 @@ def lay_out(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Rows:
     hidden = states.hidden
     if batch.given is not None:
         hidden = hidden & ~batch.given[states.response]
-    if spec.attention == "block":
+    if spec.attention == "block" and not states.one_copy:
         return _two_copies(batch, states, hidden, spec)
     clean, pad_mask = _canvas(batch, states.response)
     prompt = _hidden_prompt(clean[:, : batch.start], pad_mask, states)
@@ -130,6 +131,8 @@ def _two_copies(batch: SupervisedBatch, states: States, hidden: Tensor, spec: Ba
         origin=spec.block_origin,
         device=device,
     )
+    if spec.whole_prompt:
+        slots = replace(slots, blocks=slots.blocks.clamp_min(-1))
     if copies > 1:
         slots = slots.packed(copies)
     by_blocks = wants_block_mask(len(slots.source), device)

@@ -54,6 +54,9 @@ class States(TensorBatch):
     share: Tensor | None = None
     """``(K,)`` float32: how many states each one represents, if only some were drawn; ``None`` if
     each represents itself."""
+    one_copy: bool = False
+    """Whether the blocks of a block model see earlier ones as noisy as they are, in one copy, and
+    not clean ones (D2F)."""
     causal: bool = False
     """Whether a position sees only what is to its left."""
     cut: Tensor | None = None

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from lit_dlm.backbones.visibility import block_causal_visibility, block_numbers
+from lit_dlm.backbones.visibility import block_causal_visibility, block_numbers, canvas_blocks
 from tests.backbones.slow_masks import PADDING, slow
+from tests.fakes import fake_spec
 
 
 @pytest.mark.parametrize("padding", PADDING)
@@ -25,3 +26,14 @@ def test_block_causal_is_own_and_earlier_blocks(padding: str, block_size: int, o
         without = block_causal_visibility(block_numbers(11, block_size, origin=origin))
         assert without.shape[0] == 1  # one mask for all rows
         assert torch.equal(without.expand(2, -1, -1, -1), expected)
+
+
+def test_a_whole_prompt_is_one_block():
+    """A prompt of 5, then blocks of 2, of which the last is cut short."""
+    blocks = {"attention": "block", "block_size": 2}
+    spec = fake_spec(**blocks, block_origin="response", whole_prompt=True)
+    ids = torch.zeros(1, 10, dtype=torch.long)
+    assert canvas_blocks(spec, ids, None, 5).tolist() == [[-1] * 5 + [0, 0, 1, 1, 2]]
+    for fields in ({}, {**blocks, "block_origin": "sequence"}):
+        with pytest.raises(ValueError, match="whole_prompt: expected block attention with"):
+            fake_spec(**fields, whole_prompt=True)

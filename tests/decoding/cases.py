@@ -62,6 +62,10 @@ CASES = {
             "cache": d.SubBlockCache(),
         },
     ),
+    "pipeline": (
+        {**in_blocks("response"), "whole_prompt": True},
+        {**FULL, "window": d.PipelineWindow(4, add_at=0.5), "cache": d.BlockCache()},
+    ),
     "credit": ({}, {**FULL, "policy": d.CreditPolicy(0.2, alpha=2.0), "window": BlockWindow(5)}),
     "prefix": ({}, {**FULL, "window": BlockWindow(5), "cache": d.PrefixCache()}),
     "dual": ({"shift": 1}, {**FULL, "window": BlockWindow(5), "cache": d.DualCache()}),

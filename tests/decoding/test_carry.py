@@ -31,6 +31,7 @@ DIGESTS = {
     "remdm": "f4be961abe2d",
     "edited": "a4376c0869c7",
     "parts of blocks": "ad8c11117bd1",
+    "pipeline": "0e25bd39d26b",
     "credit": "0419a2dc25b3",
     "prefix": "6b7ce97dbffe",
     "dual": "2470cb19a8c7",

@@ -60,6 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tracelock, drawn": {**ALONE, "window": d.SlidingWindow(6)},
     "tracelock, forked": {**ALONE, **BLOCKS},
     "sequence": {**FEW, "window": BlockWindow(4, origin="sequence")},
+    "pipeline": {**FEW, "window": d.PipelineWindow(4, add_at=0.5, full_at=0.75)},
     "stepped": {**FEW, "window": SteppedBlockWindow(4, steps=9)},
     "whole": {**FEW, "window": d.FullWindow()},
     "warm": {**FEW, "sampler": d.Sampler(temperature=0.7, score_on="filtered", top_p=1.0)},

@@ -77,7 +77,9 @@ def model_for(name: str, decoder: d.Decoder) -> HFBackbone:
     edits = isinstance(decoder.policy, d.TokenEditingPolicy)
     most = decoder.sampler.allowed_ids
     changes: dict[str, Any] = {"vocab_size": 97 if most is None else most[1], "edits_tokens": edits}
-    if edits or (blocks is not None and blocks[1] == "sequence"):
+    if isinstance(decoder.window, d.PipelineWindow):
+        changes |= {**in_blocks("response"), "block_size": blocks[0], "whole_prompt": True}
+    elif edits or (blocks is not None and blocks[1] == "sequence"):
         changes |= in_blocks("sequence")
         if blocks is not None:
             changes["block_size"] = 32 if decoder.cache.in_parts else blocks[0]

@@ -110,9 +110,12 @@ FULL = ("sequential", "entropy_bounded", "klass", "credit", "pc_sampler", "wino"
         "threshold_09_dual")  # fmt: skip
 BLOCK = ("block_static", "block_dynamic", "token_editing")
 PARTS = ("sub_blocks",)
+PIPELINE = ("d2f",)
 
 
-@pytest.mark.parametrize("names", [FULL, BLOCK, PARTS], ids=["full", "block", "parts"])
+@pytest.mark.parametrize(
+    "names", [FULL, BLOCK, PARTS, PIPELINE], ids=["full", "block", "parts", "pipeline"]
+)
 def test_shipped_decoders_with_caches_run_and_verify(tmp_path: Path, names: tuple[str, ...]):
     """A block-attention model decodes with its exact cache, a full one with the approximate ones.
 
@@ -120,7 +123,11 @@ def test_shipped_decoders_with_caches_run_and_verify(tmp_path: Path, names: tupl
     decoder that the set describes.
     """
     blocks = {"decoder": "qwen3", "family": "sdar", "attention": "block", "block_size": 4}
-    blocks |= {"edits_tokens": True} if names is BLOCK else {"block_size": 16, "shift": 1}
+    blocks |= {
+        BLOCK: {"edits_tokens": True},
+        PARTS: {"block_size": 16, "shift": 1},
+        PIPELINE: {"block_size": 32, "block_origin": "response", "whole_prompt": True},
+    }.get(names, {})
     options = {"path": None, "architecture": {**ARCHITECTURE, **blocks}}
     model = compact({"class_path": "HFBackbone", "init_args": options})
     flags = [] if names is FULL else [f"--model.backbone={model}"]

@@ -27,6 +27,7 @@ ON_RECORDS = {
 }
 ANEW = {
     "sft_gt_tiny": (),
+    "d2f_tiny": (),
     "dpo_tiny": (PAIRS,),
     "pretrain_tiny": ("--model.compile=false",),
     "tracerl_tiny": RL,

@@ -45,8 +45,13 @@ from tests.training.supervised import BLOCK, batch_of, sft, slow_log_probs, tabo
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(
     "changes",
-    [{}, BLOCK, {**BLOCK, "block_origin": "response"}],
-    ids=["full", "block", "block_from_response"],
+    [
+        {},
+        BLOCK,
+        {**BLOCK, "block_origin": "response"},
+        {**BLOCK, "block_origin": "response", "whole_prompt": True},
+    ],
+    ids=["full", "block", "block_from_response", "whole_prompt"],
 )
 def test_loss_equals_direct_forwards_on_the_true_states(
     changes: dict[str, Any], shift: int, masking: Masking
