@@ -27,7 +27,7 @@ lit_dlm.decoding.policies.base: ConfidencePolicy DynamicPolicy EBSamplerPolicy E
 lit_dlm.decoding.quotas: BudgetQuota CosineQuota EvenQuota FixedQuota NoQuota ScheduleQuota
 lit_dlm.decoding.windows: BlockWindow FullWindow SlidingWindow SteppedBlockWindow
 lit_dlm.finetuning: dparallel.BlockComplements dparallel.DParallelModule dpo.DPOModule
-    muon.MuonAdamW pretrain.PretrainModule sft.SFTModule tabom.TABOMModule
+    editing.EditModule muon.MuonAdamW pretrain.PretrainModule sft.SFTModule tabom.TABOMModule
     tabom.TimeDelay trainable.TrainableModule
 lit_dlm.lockstep: reward.LockstepReward
 lit_dlm.lockstep.policy: BonusPolicy GaussSeidelPolicy JacobiPolicy LaggedPolicy

@@ -51,14 +51,21 @@ def lay_out(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Rows:
         return _two_copies(batch, states, hidden, spec)
     clean, pad_mask = _canvas(batch, states.response)
     prompt = _hidden_prompt(clean[:, : batch.start], pad_mask, states)
+    ids = clean.masked_fill(torch.cat([prompt, hidden], dim=1), spec.mask_id)
+    if states.shown is not None:
+        ids[:, batch.start :] = _with_wrong(ids[:, batch.start :], states.shown)
     return Rows(
-        ids=clean.masked_fill(torch.cat([prompt, hidden], dim=1), spec.mask_id),
+        ids=ids,
         targets=clean,
         scored=F.pad(states.supervised, (batch.start, 0)),
         mask=pad_mask,
         response_start=batch.start,
         pictures=batch_pictures(batch.pictures),
     )
+
+
+def _with_wrong(ids: Tensor, shown: Tensor) -> Tensor:
+    return torch.where(shown >= 0, shown, ids)
 
 
 def _canvas(batch: SupervisedBatch, responses: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -143,8 +150,11 @@ def _two_copies(batch: SupervisedBatch, states: States, hidden: Tensor, spec: Ba
         return planes[:, slots.copy, slots.source]
 
     targets = clean[:, slots.source]
+    ids = targets.masked_fill(spread(hidden), spec.mask_id)
+    if states.shown is not None:  # only in noisy copies: blocks before them are final
+        ids = _with_wrong(ids, spread(states.shown + 1) - 1)
     return Rows(
-        ids=targets.masked_fill(spread(hidden), spec.mask_id),
+        ids=ids,
         targets=targets,
         scored=spread(states.supervised),
         mask=slots.block_mask(used) if by_blocks else slots.visibility(used),
