@@ -48,7 +48,7 @@ lit_dlm.toy: addition.Addition countdown.Countdown pictures.DigitDrawings pictur
 lit_dlm.tracelock: autoencoder.AutoencoderModule generate.TraceModule loss.AcceptanceLossSettings
     metrics.SelectionSettings module.TraceLockModule outcome.TraceLockRLModule
     policy.TraceLockPolicy scorer.ScorerSettings
-lit_dlm.training: bounds.BoundViews sharding.ShardedStrategy
+lit_dlm.training: bounds.BoundViews bounds.DecodedViews sharding.ShardedStrategy
 lit_dlm.training.masking: Autoregressive CoupledMasking CoupledViews MaskedPrompt RandomMasking
     SemiAutoregressive TraceMasking
 lit_dlm.vision: base.VisionSettings
