@@ -35,8 +35,8 @@ lit_dlm.predict: decode.CheckedModule decode.DecodeModule
 lit_dlm.rewards: base.MeanCorrectnessFilter base.SpreadFilter graded.FormatReward graded.Graded
     judge.HttpStepJudge process.ProcessReward reward_model.RewardModel speed.ForwardPrice
     speed.RightAndFast
-lit_dlm.rl: espo.ESPO module.TraceRLModule policy_losses.ClippedPolicyLoss settings.PolicyObjective
-    spg.SPG wd1.SoftmaxWeights wd1.WeightedLikelihood
+lit_dlm.rl: ebpo.EBPO espo.ESPO module.TraceRLModule policy_losses.ClippedPolicyLoss
+    settings.PolicyObjective spg.SPG wd1.SoftmaxWeights wd1.WeightedLikelihood
 lit_dlm.rl.advantages: GroupMean GroupZScore LeaveOneOut LessFirst RawReward
 lit_dlm.tasks: alpaca.Alpaca code_tests.CodeTests drawings.DrawingPrompts gsm8k.GSM8K
     humaneval.HumanEval humaneval.HumanEvalPlus kodcode.KodCode livecodebench.LiveCodeBench
