@@ -467,8 +467,8 @@ class HFBackbone(nn.Module, Backbone):
     @torch.no_grad()
     def top_tokens(self, rows: Rows) -> Tensor:
         """Returns ``(N,)`` int64: the most probable token of every scored slot, row by row."""
-        weight = self.model.lm_head.weight
-        return top_ids(self.encode_rows(rows), weight, forbidden_ids=self.spec.forbidden_ids)
+        hidden = self.encode_rows(rows)
+        return top_ids(hidden, self.model.lm_head.weight, forbidden_ids=self.spec.forbidden_ids)
 
     def encode_rows(self, rows: Rows) -> Tensor:
         """Returns the hidden rows of :meth:`score_with_hidden`, for heads other than the own."""

@@ -40,19 +40,13 @@ class EditModule(SFTModule):
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
-        most_wrong: largest share of wrong tokens among those shown; each state draws its own, from
-            0 on.
+        most_wrong: largest share of noise in what is shown; each state draws its own, from 0 on.
         drafted: share of the states into which the model writes first: its most probable tokens
-            take the place of a share of the positions, uniform from 0 to 1, hidden or shown.
+            take a share of the positions, uniform from 0 to 1, hidden or shown.
     """
 
     def __init__(
-        self,
-        backbone: HFBackbone,
-        *,
-        most_wrong: float = 0.2,
-        drafted: float = 0.5,
-        **common: Any,
+        self, backbone: HFBackbone, *, most_wrong: float = 0.2, drafted: float = 0.5, **common: Any
     ) -> None:
         super().__init__(backbone, **common)
         within("[0, 1]", most_wrong=most_wrong, drafted=drafted)
@@ -61,15 +55,14 @@ class EditModule(SFTModule):
             refuse("masking.weight", "'none', which counts all targets alike", repr(weight))
         self.most_wrong = most_wrong
         self.drafted = drafted
-        spec = backbone.spec
-        ids = torch.arange(spec.text_vocab_size or backbone.vocab_size)
-        allowed = ids[~torch.isin(ids, torch.tensor(spec.forbidden_ids))]
+        ids = torch.arange(backbone.spec.text_vocab_size or backbone.vocab_size)
+        allowed = ids[~torch.isin(ids, torch.tensor(backbone.spec.forbidden_ids))]
         self.register_buffer("allowed_ids", allowed, persistent=False)
 
     def states(self, batch: SupervisedBatch) -> States:
         """Step 1: the states of the masking, with wrong tokens in what they show."""
         states = super().states(batch)
-        maskable = batch.maskable[states.response]
+        maskable, seeds = batch.maskable[states.response], batch.seeds[states.response]
         clean = batch.ids[states.response, batch.start :]
         cells = torch.arange(maskable.shape[1], device=maskable.device).expand_as(maskable)
         # A response's states differ by their number, which is the same in every batch.
@@ -77,7 +70,6 @@ class EditModule(SFTModule):
         number = number - torch.searchsorted(states.response, states.response)
 
         def noise(stream: int, positions: Tensor) -> Tensor:
-            seeds = batch.seeds[states.response]
             return uniform_noise(seeds, number, positions, stream=stream)
 
         # Token to token: noise.
@@ -106,12 +98,8 @@ class EditModule(SFTModule):
         """Adds what is right of each kind: filled masks, corrected tokens, kept right ones."""
         terms = super().loss_terms(batch, states, stats)
         assert states.shown is not None
-        is_wrong = states.shown >= 0
-        kinds = {
-            "filled": states.hidden,
-            "corrected": is_wrong,
-            "kept": ~states.hidden & ~is_wrong,
-        }
+        wrong = states.shown >= 0
+        kinds = {"filled": states.hidden, "corrected": wrong, "kept": ~(states.hidden | wrong)}
         for name, kind in kinds.items():
             of_kind = kind[states.supervised]
             terms.sums[name] = ((stats.is_top & of_kind).sum(), of_kind.sum())

@@ -249,8 +249,7 @@ def _examples(
     for record in records:
         if record.superseded is not None and not masking.takes_rewrites:
             wanted = f"a decode that writes every token once, for {type(masking).__name__}"
-            got = "one with rewritten tokens; use another policy, or DecodedViews"
-            refuse(record.uid, wanted, got)
+            refuse(record.uid, wanted, "one that rewrites; use another policy, or DecodedViews")
     return [
         SupervisedExample(
             uid=record.uid,

@@ -101,9 +101,8 @@ class SupervisedBatch(TensorBatch):
     given: Tensor | None = None
     """``(B, G)`` bool, shown in every state and never a target; ``None`` if nothing is given."""
     early: Tensor | None = None
-    """``(B, G, W, 2)`` int64 step and token of each write that was overwritten later, in order; the
-    token is -1 where one was taken back, both are -1 where there is none. ``None`` if no sample has
-    any."""
+    """``(B, G, W, 2)`` int64 step and token of the writes that were overwritten later, in order; -1
+    for the mask as a token, and where there is none. ``None`` if no sample has any."""
     decode_entropy: Tensor | None = None  # (B, G) float32 nats; None where a sample has none
     non_ltr: Tensor | None = None
     """``(B, G)`` bool, decoded out of order; ``None`` where no sample has a list of its own."""

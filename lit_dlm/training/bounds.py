@@ -116,13 +116,12 @@ class DecodedViews(Masking):
     Each shows what stood there then, tokens that were replaced later included, and predicts all
     that was not final yet: masks (M2T) and such tokens (T2T). State ``n`` of ``N`` is the one
     before step ``floor(n S / N)`` of the ``S`` steps of a response or, with a block model, of each
-    block at once. It scores the mean over what a block has left to predict, times the block's
-    share of the answer: in nats per token, with the weights ``1 / t`` of ``BoundViews`` for the
-    share ``t`` that is left.
+    block at once. The estimate is the mean over states of the mean over what each has left to
+    predict: in nats per token, as a bound's weight ``1 / t`` for a share ``t`` makes it.
 
     These are the composite inputs ``z_n`` of EBPO (LLaDA2.1, arXiv:2602.08676, eq. 5). Its report
-    leaves open which states ``y_t`` are and how they are weighted; it names the trajectories of
-    rollouts in both modes as what the policy is updated on.
+    leaves the states ``y_t`` and their weights open; in its figure 2 the policy is updated on the
+    trajectories of rollouts in both modes.
 
     Args:
         num_states: states per response.
@@ -165,21 +164,14 @@ class DecodedViews(Masking):
         there = F.pad(tokens, (1, 0), value=-1)[:, None].expand(-1, n, -1, -1)
         there = there.gather(-1, found[..., None])[..., 0].flatten(0, 1)
         response = torch.arange(B, device=final.device).repeat_interleave(n)
-        hidden, is_right = there < 0, there == final[response]
-        maskable, segments = batch.maskable[response], segments[response]
-        supervised = maskable & ~is_right
-        size, left = (
-            torch.zeros(B * n, G, device=final.device).scatter_add_(1, segments, one.float())
-            for one in (maskable, supervised)
-        )
-        length = maskable.sum(1, keepdim=True).clamp_min(1)
-        coefficient = (size / left.clamp_min(1)).gather(1, segments) / (n * length)
+        is_right = there == final[response]
+        supervised = batch.maskable[response] & ~is_right
         return States(
             response=response,
-            hidden=hidden,
+            hidden=there < 0,
             supervised=supervised,
-            shown=torch.where(hidden | is_right, -1, there),
-            coefficient=torch.where(supervised, coefficient, 0.0),
+            shown=torch.where(is_right, -1, there),
+            coefficient=supervised / (n * supervised.sum(1, keepdim=True).clamp_min(1)),
             whole=True,
         )
 

@@ -52,8 +52,8 @@ def lay_out(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Rows:
     clean, pad_mask = _canvas(batch, states.response)
     prompt = _hidden_prompt(clean[:, : batch.start], pad_mask, states)
     ids = clean.masked_fill(torch.cat([prompt, hidden], dim=1), spec.mask_id)
-    if states.shown is not None:
-        ids[:, batch.start :] = _with_wrong(ids[:, batch.start :], states.shown)
+    if (shown := states.shown) is not None:
+        ids[:, batch.start :] = torch.where(shown >= 0, shown, ids[:, batch.start :])
     return Rows(
         ids=ids,
         targets=clean,
@@ -62,10 +62,6 @@ def lay_out(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Rows:
         response_start=batch.start,
         pictures=batch_pictures(batch.pictures),
     )
-
-
-def _with_wrong(ids: Tensor, shown: Tensor) -> Tensor:
-    return torch.where(shown >= 0, shown, ids)
 
 
 def _canvas(batch: SupervisedBatch, responses: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -152,7 +148,8 @@ def _two_copies(batch: SupervisedBatch, states: States, hidden: Tensor, spec: Ba
     targets = clean[:, slots.source]
     ids = targets.masked_fill(spread(hidden), spec.mask_id)
     if states.shown is not None:  # only in noisy copies: blocks before them are final
-        ids = _with_wrong(ids, spread(states.shown + 1) - 1)
+        shown = spread(states.shown + 1) - 1
+        ids = torch.where(shown >= 0, shown, ids)
     return Rows(
         ids=ids,
         targets=targets,

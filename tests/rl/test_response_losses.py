@@ -120,7 +120,7 @@ def slow_ebpo(rl: TraceRLModule, records: list[Trajectory], samples: RolloutBatc
         prompt, final = (torch.tensor(part) for part in (record.prompt_ids, record.tokens))
         offset = len(prompt) % size if rl.backbone.spec.block_size else 0
         length = int(samples.responses.maskable[int(samples.sample_response[number])].sum())
-        log_rho = -samples.tokens.old_log_prob[number]
+        gains: list[list[Tensor]] = [[], []]  # of the two states
         for n, first in itertools.product(range(2), range(-offset, 8, size)):
             cells = [cell for cell in range(first, first + size) if 0 <= cell < 8]
             events = record.events()
@@ -129,12 +129,13 @@ def slow_ebpo(rl: TraceRLModule, records: list[Trajectory], samples: RolloutBatc
             canvas = torch.cat([prompt, final[: cells[0]], seen[cells[0] : cells[-1] + 1]]).long()
             logits = rl.backbone.denoise(canvas[None], response_start=len(prompt)).logits[0]
             log_probs = logits[len(prompt) :].log_softmax(-1)
-            counted = [cell for cell in cells if cell < length]
-            left = [cell for cell in counted if seen[cell] != final[cell]]
-            for cell in left:
-                weight = len(counted) / len(left) / (2 * length)
-                log_rho = log_rho + weight * log_probs[cell, final[cell]]
-        rho, advantage = log_rho.exp(), float(samples.tokens.advantage[number])
+            left = [cell for cell in cells if cell < length and seen[cell] != final[cell]]
+            gains[n] += [log_probs[cell, final[cell]] for cell in left]
+        log_rho = sum(sum(one) / (2 * len(one)) for one in gains)
+        rho, advantage = (
+            (log_rho - samples.tokens.old_log_prob[number]).exp(),
+            float(samples.tokens.advantage[number]),
+        )
         total = total - torch.minimum(rho * advantage, rho.clamp(0.9, 1.3) * advantage)
     return total
 

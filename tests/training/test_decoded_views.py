@@ -52,7 +52,6 @@ def test_states_are_those_of_the_decode_with_all_that_was_not_final_as_targets(
     states = builder.masking.states(batch)
     starts = range(0, G, 3) if kind else [0]
     for row, record in enumerate(records):
-        length = int(batch.maskable[row].sum())
         for number in range(num_states):
             at = row * num_states + number
             assert states.response[at] == row
@@ -68,9 +67,9 @@ def test_states_are_those_of_the_decode_with_all_that_was_not_final_as_targets(
                 assert states.shown[at, cells].tolist() == np.where(wrong, seen, -1).tolist()
                 targets = maskable & (seen != final)
                 assert states.supervised[at, cells].tolist() == targets.tolist()
-                share = maskable.sum() / max(targets.sum(), 1) / (num_states * length)
-                wanted = torch.from_numpy(np.where(targets, share, 0.0)).float()
-                torch.testing.assert_close(states.coefficient[at, cells], wanted)
+            left = states.supervised[at]
+            wanted = torch.where(left, 1 / (num_states * left.sum().clamp_min(1)), 0.0)
+            torch.testing.assert_close(states.coefficient[at], wanted)
 
 
 def test_rows_show_what_was_replaced_and_the_clean_copy_does_not() -> None:
