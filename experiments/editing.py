@@ -85,7 +85,8 @@ def main() -> None:
     options = words.parse_args()
     kept = (options.out or Path("docs/results/editing")) / "editing.parquet"
     if options.out:
-        write_table(kept, pa.concat_tables([make(options, arm) for arm in ARMS]))
+        decodes = pa.concat_tables([make(options, arm) for arm in ARMS])
+        write_table(kept, decodes.unify_dictionaries())
     print(markdown(read_decodes(kept)))
 
 
