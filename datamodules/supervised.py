@@ -112,6 +112,7 @@ class SupervisedDataModule(ResumableDataModule):
             spec=spec,
             vocab_size=module.backbone.vocab_size,
             backbone=module.backbone,
+            takes_rewrites=module.masking.takes_rewrites,
         )
         examples = list(self._read(facts))
         for row in chain.from_iterable(example.rows() for example in examples):

@@ -53,6 +53,8 @@ class ModelFacts:
     vocab_size: int
     backbone: HFBackbone | None = None
     """The model; needed only for prompts with pictures, which it must be able to see."""
+    takes_rewrites: bool = False
+    """Whether training has states for decodes that took back or replaced tokens."""
 
     @cached_property
     def end_id(self) -> int:
@@ -209,7 +211,11 @@ class Decodes(SupervisedSource):
         count = 0
         left_out: Counter[str] = Counter()
         for record in records:
-            if reason := self._left_out_by(record, origin):
+            reason = self._left_out_by(record, origin)
+            # One row of tokens and one of steps cannot describe such states.
+            if not (reason or model.takes_rewrites or record.superseded is None):
+                reason = "rewritten tokens"
+            if reason:
                 left_out[reason] += 1
                 continue
             if record.mask_id != model.spec.mask_id:
@@ -227,6 +233,7 @@ class Decodes(SupervisedSource):
                 pictures=prompt_pictures(record.meta, record.vocab_size),
                 given=record.given,
                 steps=record.commit_step,
+                superseded=record.superseded,
                 decode_entropy=record.commit_entropy(fill=0.0),
                 non_ltr=None if listed is None else np.isin(np.arange(len(record.tokens)), listed),
             )
@@ -243,15 +250,15 @@ class Decodes(SupervisedSource):
                 return f"{name}s: {list(values)}"
         if self.only_correct and not is_correct(record, str(origin)):
             return "only_correct"
-        # One row of tokens and one of steps cannot describe such states.
-        return "rewritten tokens" if record.superseded is not None else None
+        return None
 
 
 @dataclass(eq=False)
 class RecordedDecodes(Decodes):
     """Responses that a model decoded, with the steps that wrote them, from trajectory shards.
 
-    Decodes that took back or replaced a token are left out.
+    Decodes that took back or replaced a token are left out, except for maskings that have states
+    for them: random ones, and ``DecodedViews``.
 
     Args:
         shards: folder of trajectory shards, as ``predict`` with a ``DecodeWriter`` writes them.

@@ -115,6 +115,34 @@ def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
     assert fast.endswith(" | 100.0 @ 9.0, +50.0 ± 24.9 |\n")
 
 
+def test_editing_is_compared_with_thresholds_of_the_same_model_and_of_all(imported: Script) -> None:
+    """Two problems and seeds. Editing has both right at 4 forwards; its own model's thresholds have
+    none at 2 and one at 6, so half of one there; those of ``sft`` have one at 4.
+    """
+    script = imported("experiments/editing.py")
+    verdicts = {
+        ("editing-edit", "whole", "0.5-0.7"): (4, "11"),
+        ("threshold-edit", "whole", "0.5"): (2, "00"),
+        ("threshold-edit", "whole", "0.9"): (6, "10"),
+        ("threshold-sft", "whole", "0.8"): (4, "10"),
+    }
+    right, forwards = (
+        {
+            cell: np.array([[float(part(digit, cost)) for digit in digits]] * 2)
+            for cell, (cost, digits) in verdicts.items()
+        }
+        for part in (lambda digit, _: digit, lambda _, cost: cost)
+    )
+    one = script["Decodes"](right, forwards, {})
+    contest, _, every = script["markdown"](
+        {("words", "validation"): one, ("words", "test"): one}
+    ).split("\n\n")
+    same, any_model = contest.splitlines()[2:]
+    assert "| thresholds on the same model | 100.0 ± 0.0 @ 4.0 (0.5-0.7) | 25.0 (" in same
+    assert "| 50.0 (threshold-sft 0.8) | +50.0 [" in any_model
+    assert "| threshold-edit | whole | 0.5 | 0.0 ± 0.0 @ 2.0 |" in every
+
+
 def test_the_policy_bench_decodes_any_test_list_and_validates_on_a_split_of_its_own(
     tmp_path: Path, imported: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:

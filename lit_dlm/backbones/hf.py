@@ -53,7 +53,7 @@ from lit_dlm.backbones.weights import files_digest
 from lit_dlm.system.extras import pip_install, required
 from lit_dlm.system.options import one_of, refuse, within
 from lit_dlm.tensors.batches import gather_rows
-from lit_dlm.tensors.fused_head import TokenStats, token_stats
+from lit_dlm.tensors.fused_head import TokenStats, token_stats, top_ids
 from lit_dlm.tensors.graphs import explain_eager, runs_graphs
 from lit_dlm.tensors.precision import is_autocast
 from lit_dlm.vision.base import Vision, VisionSettings
@@ -463,6 +463,12 @@ class HFBackbone(nn.Module, Backbone):
             forbidden_ids=[number - known.start for number in forbidden if number in known],
         )
         return stats, hidden
+
+    @torch.no_grad()
+    def top_tokens(self, rows: Rows) -> Tensor:
+        """Returns ``(N,)`` int64: the most probable token of every scored slot, row by row."""
+        hidden = self.encode_rows(rows)
+        return top_ids(hidden, self.model.lm_head.weight, forbidden_ids=self.spec.forbidden_ids)
 
     def encode_rows(self, rows: Rows) -> Tensor:
         """Returns the hidden rows of :meth:`score_with_hidden`, for heads other than the own."""

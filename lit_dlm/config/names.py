@@ -27,15 +27,16 @@ lit_dlm.decoding.policies.base: ConfidencePolicy DynamicPolicy EBSamplerPolicy E
 lit_dlm.decoding.quotas: BudgetQuota CosineQuota EvenQuota FixedQuota NoQuota ScheduleQuota
 lit_dlm.decoding.windows: BlockWindow FullWindow SlidingWindow SteppedBlockWindow
 lit_dlm.finetuning: d2f.D2FModule d2f.RisingMasking dparallel.BlockComplements
-    dparallel.DParallelModule dpo.DPOModule muon.MuonAdamW pretrain.PretrainModule sft.SFTModule
-    tabom.TABOMModule tabom.TimeDelay trainable.TrainableModule
+    dparallel.DParallelModule dpo.DPOModule editing.EditModule muon.MuonAdamW
+    pretrain.PretrainModule sft.SFTModule tabom.TABOMModule tabom.TimeDelay
+    trainable.TrainableModule
 lit_dlm.lockstep: reward.LockstepReward
 lit_dlm.lockstep.policy: BonusPolicy GaussSeidelPolicy JacobiPolicy LaggedPolicy
 lit_dlm.predict: decode.CheckedModule decode.DecodeModule
 lit_dlm.rewards: base.MeanCorrectnessFilter base.SpreadFilter graded.FormatReward graded.Graded
     judge.HttpStepJudge process.ProcessReward reward_model.RewardModel speed.ForwardPrice
     speed.RightAndFast
-lit_dlm.rl: espo.ESPO module.TraceRLModule policy_losses.ClippedPolicyLoss
+lit_dlm.rl: ebpo.EBPO espo.ESPO module.TraceRLModule policy_losses.ClippedPolicyLoss
     rollout_files.RolloutFiles settings.PolicyObjective spg.SPG wd1.SoftmaxWeights
     wd1.WeightedLikelihood
 lit_dlm.rl.advantages: GroupMean GroupZScore LeaveOneOut LessFirst RawReward
@@ -49,7 +50,7 @@ lit_dlm.toy: addition.Addition countdown.Countdown pictures.DigitDrawings pictur
 lit_dlm.tracelock: autoencoder.AutoencoderModule generate.TraceModule loss.AcceptanceLossSettings
     metrics.SelectionSettings module.TraceLockModule outcome.TraceLockRLModule
     policy.TraceLockPolicy scorer.ScorerSettings
-lit_dlm.training: bounds.BoundViews sharding.ShardedStrategy
+lit_dlm.training: bounds.BoundViews bounds.DecodedViews sharding.ShardedStrategy
 lit_dlm.training.masking: Autoregressive CoupledMasking CoupledViews MaskedPrompt RandomMasking
     SemiAutoregressive TraceMasking
 lit_dlm.vision: base.VisionSettings

@@ -1,10 +1,10 @@
 """Supervised fine-tuning: a training method from batch to loss, in four steps.
 
 Read :meth:`SFTModule.training_step` first; all other fine-tuning keeps its steps and replaces some.
-TABOM (``tabom.py``) has states and a second loss of its own, dParallel (``dparallel.py``)
-states, scores and losses, D2F (``d2f.py``) states and a teacher, DPO (``dpo.py``) a loss of pairs.
-A masked diffusion model learns to predict hidden tokens from those around them, so what is new
-beside an autoregressive model is step 1: which tokens are hidden.
+TABOM (``tabom.py``) has states and a second loss of its own, dParallel (``dparallel.py``) states,
+scores and losses, D2F (``d2f.py``) states and a teacher, editing (``editing.py``) states, DPO
+(``dpo.py``) a loss of pairs. A masked diffusion model learns to predict hidden tokens from those
+around them, so what is new beside an autoregressive model is step 1: which tokens are hidden.
 
 ``B`` responses of ``G`` positions have ``K`` states, in which ``N`` positions are predicted.
 """
@@ -59,7 +59,7 @@ class SFTModule(TrainableModule):
         # 1. States: what is hidden of each response, and which hidden tokens are to be predicted.
         # The noise is a hash of the sample and the pass over the data, so a sample has the same
         # states in any batch, on any number of processes, and in a run that was resumed.
-        states = self.masking.states(batch)
+        states = self.states(batch)
         # 2. Forward: each predicted token gets its cross-entropy and entropy, (N,).
         stats = self.score(batch, states)
         # 3. Loss: one number, and the sums that it is made of.
@@ -71,6 +71,10 @@ class SFTModule(TrainableModule):
         # 4. Log: sums now, means at the optimiser step (``on_before_optimizer_step``).
         _add_sums(self._train_sums, terms)
         return terms.total
+
+    def states(self, batch: SupervisedBatch) -> States:
+        """Step 1: returns what is hidden and what is to be predicted."""
+        return self.masking.states(batch)
 
     def score(self, batch: SupervisedBatch, states: States) -> TokenStats:
         """Step 2: returns the scores of all targets, state by state, from one forward.
@@ -132,7 +136,7 @@ class SFTModule(TrainableModule):
 
     def terms(self, batch: SupervisedBatch) -> LossTerms:
         """Returns the loss of a batch: steps 1 to 3, as validation needs them."""
-        states = self.masking.states(batch)
+        states = self.states(batch)
         return self.loss_terms(batch, states, self.score(batch, states))
 
     def on_validation_epoch_start(self) -> None:

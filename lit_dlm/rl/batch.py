@@ -156,6 +156,8 @@ class RolloutBatch(TensorBatch):
             hidden=self.states.hidden[state, :length],
             supervised=self.states.supervised[state, :length],
         )
+        if states.shown is not None:
+            states = replace(states, shown=states.shown[state, :length])
         if states.prompt_seeds is not None:
             states = replace(states, prompt_seeds=states.prompt_seeds[state])
         tokens = replace(
@@ -240,12 +242,14 @@ def _joined(values: Sequence[Any]) -> Any:
     return replace(first, **parts)  # type: ignore[type-var]
 
 
-def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[SupervisedExample]:
+def _examples(
+    records: Sequence[Trajectory], masking: Masking, *, epoch: int = 0
+) -> list[SupervisedExample]:
     """Returns records as training examples of one pass over them."""
     for record in records:
-        if record.superseded is not None:
-            got = "one with rewritten tokens; use a policy without re-masking"
-            refuse(record.uid, "a decode that writes every token once", got)
+        if record.superseded is not None and not masking.takes_rewrites:
+            wanted = f"a decode that writes every token once, for {type(masking).__name__}"
+            refuse(record.uid, wanted, "one that rewrites; use another policy, or DecodedViews")
     return [
         SupervisedExample(
             uid=record.uid,
@@ -254,6 +258,7 @@ def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[Supervis
             steps=record.commit_step,
             pictures=prompt_pictures(record.meta, record.vocab_size),
             given=record.given,
+            superseded=record.superseded,
             epoch=epoch,
         )
         for record in records
@@ -295,7 +300,7 @@ class SampleBuilder:
     def responses(self, records: Sequence[Trajectory], *, epoch: int = 0) -> SupervisedBatch:
         """Returns records as a masking sees them."""
         return collate(
-            _examples(records, epoch=epoch),
+            _examples(records, self.masking, epoch=epoch),
             response_length=max(record.num_generated for record in records),
             spec=self.spec,
             seed=self.seed,
@@ -337,6 +342,7 @@ class SampleBuilder:
             response=states.response[taken],
             hidden=states.hidden[taken],
             supervised=states.supervised[taken],
+            shown=None if states.shown is None else states.shown[taken],
             sample=sample,
             prompt_rate=states.prompt_rate,
             prompt_seeds=None if seeds is None else seeds[taken],

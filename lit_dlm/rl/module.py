@@ -57,13 +57,14 @@ class TraceRLModule(TrainableModule):
         decoders: decoding methods by name.
         masking: the states trained on: ``TraceMasking`` (TraceRL; by default every step, exactly
             as it was decoded), ``RandomMasking``, ``CoupledMasking``, ``CoupledViews``
-            (coupled-GRPO), ``MaskedPrompt`` (diffu-GRPO) or ``BoundViews`` (bounds of responses).
+            (coupled-GRPO), ``MaskedPrompt`` (diffu-GRPO), ``BoundViews`` (bounds of responses) or
+            ``DecodedViews`` (states of decodes that rewrite).
         method: decoder of rollouts; the first one by default.
         val_method: decoder of validation, or several; that of rollouts by default. The first one
             logs ``val/reward``, the others ``val/NAME/reward``.
         objective: the clipped policy loss, and which log-probabilities a policy loss gets.
-        policy_loss: replaces the clipped loss: ``ESPO``, ``SPG``, ``WeightedLikelihood`` (wd1), or
-            one of your own by its import path.
+        policy_loss: replaces the clipped loss: ``EBPO``, ``ESPO``, ``SPG``,
+            ``WeightedLikelihood`` (wd1), or one of your own by its import path.
         value: value model; with ``null`` every token has the advantage of its response.
         value_backbone: a separate value model, with ``value.backbone: full``.
         block_alignment: ``response`` counts blocks of training rows from its start, as in dLLM-RL;

@@ -99,6 +99,11 @@ class ClippedPolicyLoss(PolicyLoss):
         within("[0, 1]", clip=self.clip)
         at_least(0, beta=self.beta, max_fall=self.max_fall)
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The ratios beyond which the gradient is cut."""
+        return 1.0 - self.clip, 1.0 + self.clip
+
     def divergence(self, log_prob: Tensor, reference: Tensor) -> Tensor:
         """Returns ``(M,)`` divergences, from log-probabilities under the policy and another one."""
         return k3(log_prob, reference, max_fall=self.max_fall)
@@ -126,7 +131,8 @@ class ClippedPolicyLoss(PolicyLoss):
         # The old log-probability is that of the same batch in the same forward, so the first ratio
         # is exactly 1, in any precision.
         ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        bounded = ratio.clamp(1.0 - self.clip, 1.0 + self.clip)
+        low, high = self.bounds
+        bounded = ratio.clamp(low, high)
         # The smaller gain (PPO, 1707.06347, eq. 7): a ratio beyond the bound has no gradient where
         # it has gone the right way, and keeps it where it has to come back.
         gain = torch.minimum(ratio * advantage, bounded * advantage)
@@ -137,7 +143,7 @@ class ClippedPolicyLoss(PolicyLoss):
         divergence_term = ((weight if kl_weight is None else kl_weight) * divergence).sum()
         count = counted.sum().clamp_min(1)
         with torch.no_grad():
-            outside = torch.where(advantage >= 0, ratio > 1 + self.clip, ratio < 1 - self.clip)
+            outside = torch.where(advantage >= 0, ratio > high, ratio < low)
             parts = {
                 "policy": policy.detach(),
                 "ratio": torch.where(counted, ratio, 0.0).sum() / count,

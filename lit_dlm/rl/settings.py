@@ -60,7 +60,7 @@ class PolicyObjective(ClippedPolicyLoss):
             ),
             (
                 given.needs_bounds and not masking.scores_responses,
-                f"masking: expected BoundViews with policy_loss {name}, which compares whole "
+                f"masking: expected BoundViews or DecodedViews with {name}, which compares whole "
                 f"responses, got {type(masking).__name__}",
             ),
             (

@@ -74,6 +74,23 @@ def token_stats(
         return TokenStats(*_FusedHead.apply(*arguments))
 
 
+@torch.no_grad()
+def top_ids(rows: Tensor, weight: Tensor, *, forbidden_ids: Sequence[int] = ()) -> Tensor:
+    """Returns ``(N,)`` int64: the most probable id of each row, of equal ones the lowest.
+
+    Arguments are those of :func:`token_stats`.
+    """
+    forbidden = _Forbidden.of(forbidden_ids, rows.device)
+    top = rows.new_full((len(rows),), float("-inf"), dtype=_compute_dtype(rows))
+    ids = torch.zeros(len(rows), dtype=torch.long, device=rows.device)
+    with without_autocast(rows.device):
+        for chunk, part, logits, _ in _logit_slices(rows, weight, 1.0, forbidden):
+            value, number = logits.max(1)
+            ids[chunk] = torch.where(value > top[chunk], number + part.start, ids[chunk])
+            top[chunk] = torch.maximum(value, top[chunk])
+    return ids
+
+
 class _Forbidden(NamedTuple):
     """Ids in ascending order, on the host and on the device, so that no slice waits for either."""
 

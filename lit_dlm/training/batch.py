@@ -40,6 +40,8 @@ class SupervisedExample:
     """Pictures that ids of the prompt beyond the vocabulary stand for."""
     steps: NDArray[np.int32] | None = None
     """``(n,)`` step that wrote each token, -1 where none did; ``None`` without a decode."""
+    superseded: NDArray[np.int32] | None = None
+    """``(K, 3)`` writes (step, position, token) of the decode that were later overwritten."""
     decode_entropy: NDArray[np.float32] | None = None
     """``(n,)`` predictive entropy in nats at the step that wrote each token, where recorded."""
     non_ltr: NDArray[np.bool_] | None = None
@@ -98,6 +100,9 @@ class SupervisedBatch(TensorBatch):
     """``(B, G)`` int64 block of each position, for a model with block attention."""
     given: Tensor | None = None
     """``(B, G)`` bool, shown in every state and never a target; ``None`` if nothing is given."""
+    early: Tensor | None = None
+    """``(B, G, W, 2)`` int64 step and token of the writes that were overwritten later, in order; -1
+    for the mask as a token, and where there is none. ``None`` if no sample has any."""
     decode_entropy: Tensor | None = None  # (B, G) float32 nats; None where a sample has none
     non_ltr: Tensor | None = None
     """``(B, G)`` bool, decoded out of order; ``None`` where no sample has a list of its own."""
@@ -197,6 +202,7 @@ def collate(
         seeds=torch.tensor([sample_seed(seed, f"{one.epoch}:{one.uid}") for one in examples]),
         blocks=blocks,
         given=given,
+        early=_early_writes(every("superseded"), G, spec.mask_id),
         decode_entropy=entropy,
         non_ltr=_filled_if_any(every("non_ltr"), G, False, instead=by_steps),
         pictures=pictures,
@@ -262,6 +268,23 @@ def _filled(
         if row is not None:
             found[number] = fill
             found[number, : len(row)] = row[:G]
+    return torch.from_numpy(found)
+
+
+def _early_writes(rows: Sequence[NDArray[np.int32] | None], G: int, mask_id: int) -> Tensor | None:
+    """Returns :attr:`SupervisedBatch.early` of records' overwritten writes, sorted by step."""
+    none = np.empty((0, 3), dtype=np.int32)
+    kept = [none if one is None else one[one[:, 1] < G] for one in rows]
+    if not any(map(len, kept)):
+        return None
+    most = max(int(np.bincount(one[:, 1], minlength=1).max()) for one in kept)
+    found = np.full((len(rows), G, most, 2), -1)
+    for number, events in enumerate(kept):  # ragged lists, on the host
+        events = events[np.argsort(events[:, 1], kind="stable")]
+        step, position, token = events.T
+        nth = np.arange(len(events)) - np.searchsorted(position, position)  # write of its position
+        found[number, position, nth, 0] = step
+        found[number, position, nth, 1] = np.where(token == mask_id, -1, token)
     return torch.from_numpy(found)
 
 

@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_dlm.system.options import at_least, refuse
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
-from lit_dlm.training.states import Masking, States
+from lit_dlm.training.states import NEVER, Masking, States, step_groups
 
 _LEVEL, _CELL, _BLOCK = 22, 23, 24
 """Streams of noise; dParallel, which is never used in the same run, uses 24 as well."""
@@ -38,6 +39,7 @@ class BoundViews(Masking):
 
     scores_tokens: ClassVar[bool] = False
     scores_responses: ClassVar[bool] = True
+    takes_rewrites: ClassVar[bool] = True
 
     num_states: int = 4
     coupled: bool = False
@@ -105,6 +107,73 @@ class BoundViews(Masking):
         first = uniform_noise(batch.seeds[response], 0, torch.zeros_like(copy), stream=_BLOCK)
         chosen = ((first * num_blocks).long() + copy) % num_blocks
         return torch.where(block == chosen, 0, -1), maskable & (block > chosen)
+
+
+@dataclass(eq=False, kw_only=True)
+class DecodedViews(Masking):
+    """States that a decode went through, as one estimate of its response's log-likelihood.
+
+    Each shows what stood there then, tokens that were replaced later included, and predicts all
+    that was not final yet: masks (M2T) and such tokens (T2T). State ``n`` of ``N`` is the one
+    before step ``floor(n S / N)`` of the ``S`` steps of a response or, with a block model, of each
+    block at once. The estimate is the mean over states of the mean over what each has left to
+    predict: in nats per token, as a bound's weight ``1 / t`` for a share ``t`` makes it.
+
+    These are the composite inputs ``z_n`` of EBPO (LLaDA2.1, arXiv:2602.08676, eq. 5). Its report
+    leaves the states ``y_t`` and their weights open; in its figure 2 the policy is updated on the
+    trajectories of rollouts in both modes.
+
+    Args:
+        num_states: states per response.
+    """
+
+    scores_tokens: ClassVar[bool] = False
+    scores_responses: ClassVar[bool] = True
+    takes_rewrites: ClassVar[bool] = True
+
+    num_states: int = 4
+
+    def __post_init__(self) -> None:
+        at_least(1, num_states=self.num_states)
+
+    def needs(self) -> dict[str, str]:
+        return {"steps": "DecodedViews needs trajectories"}
+
+    def states(self, batch: SupervisedBatch) -> States:
+        final, n = batch.ids[:, batch.start :], self.num_states
+        B, G = final.shape
+        segments = torch.zeros_like(final) if batch.blocks is None else batch.blocks
+        segments = segments - segments.amin(1, keepdim=True)
+        # All writes of each cell, the last one at the end: (B, G, W + 1).
+        steps, tokens = batch.steps[..., None], final[..., None]
+        if batch.early is not None:
+            steps = torch.cat([batch.early[..., 0], steps], -1)
+            tokens = torch.cat([batch.early[..., 1], tokens], -1)
+        writes = steps.shape[-1]
+        flat, own = steps.flatten(1), segments.repeat_interleave(writes, 1)
+        step = step_groups(flat, flat >= 0, segments=own)  # in its segment, from 0
+        last = torch.zeros(B, G, dtype=torch.long, device=final.device)  # of each segment
+        last.scatter_reduce_(1, own, torch.where(step == NEVER, 0, step), "amax")
+        num_steps = last.gather(1, segments) + 1
+        # The last write before the state's step, if there is one.
+        number = torch.arange(n, device=final.device)[:, None]
+        cut = torch.div(number * num_steps[:, None], n, rounding_mode="floor")  # (B, n, G)
+        before = step.view(B, 1, G, writes) < cut[..., None]
+        place = torch.arange(1, writes + 1, device=final.device)
+        found = (before * place).amax(-1)  # (B, n, G), 0 for none
+        there = F.pad(tokens, (1, 0), value=-1)[:, None].expand(-1, n, -1, -1)
+        there = there.gather(-1, found[..., None])[..., 0].flatten(0, 1)
+        response = torch.arange(B, device=final.device).repeat_interleave(n)
+        is_right = there == final[response]
+        supervised = batch.maskable[response] & ~is_right
+        return States(
+            response=response,
+            hidden=there < 0,
+            supervised=supervised,
+            shown=torch.where(is_right, -1, there),
+            coefficient=supervised / (n * supervised.sum(1, keepdim=True).clamp_min(1)),
+            whole=True,
+        )
 
 
 def _ranks(

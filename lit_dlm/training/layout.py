@@ -52,8 +52,11 @@ def lay_out(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Rows:
         return _two_copies(batch, states, hidden, spec)
     clean, pad_mask = _canvas(batch, states.response)
     prompt = _hidden_prompt(clean[:, : batch.start], pad_mask, states)
+    ids = clean.masked_fill(torch.cat([prompt, hidden], dim=1), spec.mask_id)
+    if (shown := states.shown) is not None:
+        ids[:, batch.start :] = torch.where(shown >= 0, shown, ids[:, batch.start :])
     return Rows(
-        ids=clean.masked_fill(torch.cat([prompt, hidden], dim=1), spec.mask_id),
+        ids=ids,
         targets=clean,
         scored=F.pad(states.supervised, (batch.start, 0)),
         mask=pad_mask,
@@ -146,8 +149,12 @@ def _two_copies(batch: SupervisedBatch, states: States, hidden: Tensor, spec: Ba
         return planes[:, slots.copy, slots.source]
 
     targets = clean[:, slots.source]
+    ids = targets.masked_fill(spread(hidden), spec.mask_id)
+    if states.shown is not None:  # only in noisy copies: blocks before them are final
+        shown = spread(states.shown + 1) - 1
+        ids = torch.where(shown >= 0, shown, ids)
     return Rows(
-        ids=targets.masked_fill(spread(hidden), spec.mask_id),
+        ids=ids,
         targets=targets,
         scored=spread(states.supervised),
         mask=slots.block_mask(used) if by_blocks else slots.visibility(used),

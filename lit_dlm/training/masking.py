@@ -45,6 +45,8 @@ class RandomMasking(Masking):
         weight: how targets are weighted.
     """
 
+    takes_rewrites: ClassVar[bool] = True
+
     min_t: float = 0.0
     max_t: float = 1.0
     level: Literal["row", "block", "token"] = "row"

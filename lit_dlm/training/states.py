@@ -39,6 +39,9 @@ class States(TensorBatch):
     """``(K, G)`` bool: seen as a mask; positions behind the answer are, too."""
     supervised: Tensor
     """``(K, G)`` bool: positions to predict."""
+    shown: Tensor | None = None
+    """``(K, G)`` int64: a wrong token that stands in place of the right one, -1 where none does, as
+    in what is hidden; ``None`` if nothing is wrong."""
     weight: Tensor | None = None
     """``(K, G)`` float32 weight of each target; ``None`` for 1."""
     units: Tensor | None = None
@@ -79,6 +82,8 @@ class Masking(Component):
     """Whether no state shows what it predicts; else rollouts cannot be scored in them."""
     scores_tokens: ClassVar[bool] = True
     """Whether each token has a state of its own, at which a value could be estimated."""
+    takes_rewrites: ClassVar[bool] = False
+    """Whether its states are right for decodes that took back or replaced tokens."""
     scores_responses: ClassVar[bool] = False
     """Whether all scores of a response become one, a bound on its log-likelihood."""
 

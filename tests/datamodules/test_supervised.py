@@ -180,6 +180,9 @@ def test_a_source_that_gives_nothing_names_itself_and_its_filters(
     ):
         with pytest.raises(ValueError, match=message):
             list(source.examples(model))
+    source = RecordedDecodes(taken_back, only_correct=False)
+    (taken,) = source.examples(replace(model, takes_rewrites=True))
+    assert taken.superseded.tolist() == again.superseded.tolist()
 
 
 def test_release_rows_keep_their_list_their_pads_and_their_filters(

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_dlm.tensors import fused_head
-from lit_dlm.tensors.fused_head import TokenStats, token_stats
+from lit_dlm.tensors.fused_head import TokenStats, token_stats, top_ids
 
 
 def naive(
@@ -266,3 +266,15 @@ def test_no_slice_waits_for_the_device() -> None:
         stats = token_stats(rows, weight, targets, forbidden_ids=(0, 5, 39, 30))
         (stats.ce + stats.entropy).sum().backward()
     assert weight.grad.shape == weight.shape
+
+
+def test_top_ids_are_those_of_full_logits() -> None:
+    """Of equal ones the lowest, also where they are in two slices."""
+    torch.manual_seed(0)
+    rows, weight = torch.randn(7, 5), torch.randn(600, 5)
+    rows[0], weight[[20, 500]] = 1.0, 9.0
+    logits = rows @ weight.T
+    assert logits[0].argmax() == 20
+    assert torch.equal(top_ids(rows, weight), logits.argmax(1))
+    logits[:, 20] = -torch.inf
+    assert torch.equal(top_ids(rows, weight, forbidden_ids=[20]), logits.argmax(1))

@@ -66,17 +66,20 @@ def slow_log_probs(
         forward: logits of a canvas of a sample.
     """
     backbone, start = model.backbone, batch.start
-    states = model.masking.states(batch)
+    states = model.states(batch)
+    nothing = torch.full_like(states.hidden, -1, dtype=torch.long)
+    shown = nothing if states.shown is None else states.shown
     found = []
-    for hidden, row in zip(states.hidden, states.response.tolist(), strict=True):
+    for hidden, wrong, row in zip(states.hidden, shown, states.response.tolist(), strict=True):
         prompt, clean = batch.ids[row, :start], batch.ids[row, start:]
         if batch.pad_mask is not None:
             prompt = prompt[batch.pad_mask[row, :start]]
         blocks = torch.zeros_like(clean) if batch.blocks is None else batch.blocks[row]
         logits = []
         for block in blocks.unique():
-            shown = clean.masked_fill(hidden & (blocks >= block), backbone.spec.mask_id)
-            canvas = torch.cat([prompt, shown])
+            seen = torch.where((wrong >= 0) & (blocks >= block), wrong, clean)
+            seen = seen.masked_fill(hidden & (blocks >= block), backbone.spec.mask_id)
+            canvas = torch.cat([prompt, seen])
             if forward is None:
                 rows = backbone.denoise(canvas[None], response_start=len(prompt)).logits[0]
             else:
