@@ -267,6 +267,9 @@ class TrajectoryDataModule(ResumableDataModule):
         # Modules from outside may use the features in their own way.
         if not isinstance(module, TraceLockModule):
             return
+        if features.layout == "logits":
+            hint = "; generate with level: features, or train with source: tokens"
+            refuse(f"{self._name}: record {uid!r}", "features", "logits", hint)
         scorer = module.scorer
         if not scorer.settings.features.log_odds:
             wanted = "tokens, with a policy that sees probabilities and not the stored log-odds"

@@ -253,7 +253,8 @@ class _Model:
         # Rollouts of RL have a batch of their own, since they need no gradients.
         rows = run.get("rollout_batch_size") or run.get("batch_size")
         rows = rows or default_batch(run["response"])
-        cells = rows * min(width, run["response"])
+        keeps_logits = run.get("level") == "logits"
+        cells = rows * (run["response"] if keeps_logits else min(width, run["response"]))
         columns = tokens = rows * (run["prompt"] + run["response"])
         if cache.endswith("BlockCache"):  # prompts run separately, a step has two blocks at most
             tokens = min(rows * run["prompt"], max(PROMPT_TOKENS, run["prompt"]))
@@ -267,6 +268,8 @@ class _Model:
             "activations": tokens * token,
             "logits": s * logits + min(48 * logits, _SCORED[run["device"]]),
         }
+        if keeps_logits:  # a copy, on its way to the host
+            parts["kept logits"] = s * rows * run["response"] * a.vocab_size
         # Between refreshes a cache stands in for whole columns, so a policy that reads hidden
         # states needs theirs from before, too.
         is_cached = bool(cache) and not cache.endswith("NoCache")

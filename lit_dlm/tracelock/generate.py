@@ -40,9 +40,10 @@ class TraceModule(DecodeModule):
     Args:
         backbone: the denoiser.
         level: how much to keep: ``tokens`` (the record alone), ``signals`` (also scores of every
-            step) or ``features`` (also what the TraceLock policy is trained on; without a cache).
-        step_ratio: fraction of steps that keep features.
-        scheme: how features are stored.
+            step), ``features`` (also what the TraceLock policy is trained on) or ``logits`` (also
+            the logits of masked positions); the last two without a cache.
+        step_ratio: fraction of steps that keep features or logits.
+        scheme: how features or logits are stored; their errors: :meth:`StepFeatures.quantize`.
         settings: what the TraceLock policy will be shown.
         hidden_rank: features kept of each hidden snapshot (256 in arXiv 2605.24697).
         delta_rank: features kept of each difference of snapshots (32 there).
@@ -72,9 +73,9 @@ class TraceModule(DecodeModule):
                 f"at level '{level}'"
             )
         cached = [name for name, one in self.decoders.items() if one.cache.keeps]
-        if level == "features" and cached:
+        if level in ("features", "logits") and cached:
             raise ValueError(
-                f"decoders.{cached[0]}.cache: expected NoCache at level 'features', which keeps "
+                f"decoders.{cached[0]}.cache: expected NoCache at level '{level}', which keeps "
                 "positions that a step with a cache does not compute"
             )
         self.level = level
@@ -90,12 +91,22 @@ class TraceModule(DecodeModule):
         return super().describe_capture() | {
             "step_ratio": self.step_ratio,
             "scheme": self.scheme,
-            "layout": self.settings.layout,
+            "layout": "logits" if self.level == "logits" else self.settings.layout,
             "hidden_layers": list(self.settings.hidden_layers),
         }
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
+        if self.level == "logits":
+            self._features = FeatureCapture(
+                function=None,
+                hidden_layers=(),
+                groups=(self.backbone.vocab_size,),
+                projector_digest="",
+                steps=partial(KeptSteps, ratio=self.step_ratio),
+                scheme=self.scheme,
+                layout="logits",
+            )
         if self.level != "features":
             return
         assert self.projector_dir is not None

@@ -8,7 +8,8 @@ copying, so it waits until the records are requested, for example by the writer'
 
 Levels: ``tokens`` (the record alone), ``signals`` (also probability, entropy and proposal at every
 masked position of every step, and probability, selection score and margin of every write),
-``features`` (the record, and features and proposals at kept steps).
+``features`` (the record, and features and proposals at kept steps), ``logits`` (the same with the
+logits of all masked positions instead of features).
 """
 
 from __future__ import annotations
@@ -25,23 +26,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
-from lit_dlm.system.options import within
+from lit_dlm.system.options import refuse, within
 from lit_dlm.tensors.sampling import uniform_noise
-from lit_dlm.trajectories.features import FeatureLayout, FeatureScheme, StepFeatures
+from lit_dlm.trajectories.features import (
+    ONLY_MASKED,
+    FeatureLayout,
+    FeatureScheme,
+    StepFeatures,
+)
 from lit_dlm.trajectories.members import only_masked
 from lit_dlm.trajectories.record import MAX_LENGTH, SIGNAL_DTYPES, Trajectory, derive
 
-Level = Literal["tokens", "signals", "features"]
+Level = Literal["tokens", "signals", "features", "logits"]
+MAX_LOGIT_BYTES = 2**29
+"""Most bytes of a record's logits; a reader takes twice that for a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureCapture:
-    """What to keep at level ``features``."""
+    """What to keep at level ``features``, or at level ``logits``."""
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Tensor] | None
     """Called as ``function(hidden, prob, entropy=..., margin=...)`` with ``(b, R, H, D)`` hidden
     snapshots and ``(b, R)`` scores of the model's own distribution (with ``CreditPolicy``'s
     credit), whatever the sampler scores; returns ``(b, R, F)``. Must treat rows independently.
+    ``None`` (layout ``logits``) keeps the logits instead, as the sampler reads them: after guidance
+    and ``CreditPolicy``'s credit, before temperature and filters.
     """
     hidden_layers: tuple[int, ...]  # snapshots to request from the backbone
     groups: tuple[int, ...]  # sizes of the feature groups, which sum to F
@@ -85,7 +95,8 @@ class TrajectoryCapture:
         signals: Mapping[str, StepSignal] | None = None,
     ) -> None:
         """Sets up an observer; ``signals`` are further ``step_*`` by name, at any level."""
-        assert (level == "features") == (features is not None), "features belong to that level"
+        needed = level in ("features", "logits")
+        assert needed == (features is not None), "features belong to those levels"
         self.vocab_size = vocab_size
         self.level = level
         self.features = features
@@ -130,6 +141,8 @@ class TrajectoryCapture:
         if self.features is not None:
             for seed, slot in zip(state.seeds.tolist(), slots, strict=True):
                 self._plans[slot] = self.features.steps(seed)
+                if self.features.function is None:
+                    self._check_size(self.features, self._plans[slot], ids.shape[1] - P)
             self.requires = self._required(self.features)
 
     def on_step(self, record: StepRecord) -> None:
@@ -238,8 +251,20 @@ class TrajectoryCapture:
             if self._step - row.first_step in self._plans[slot]
         ]
 
+    def _check_size(
+        self, settings: FeatureCapture, steps: Container[int], num_columns: int
+    ) -> None:
+        """Refuses logits that a reader would not take, before anything is decoded."""
+        kept = sum(step in steps for step in range(num_columns))
+        size = kept * num_columns * self.vocab_size * (1 if settings.scheme == "int8" else 2)
+        if size > MAX_LOGIT_BYTES:
+            got = f"{size} ({kept} steps of {num_columns} positions and {self.vocab_size} ids)"
+            refuse("step_ratio", f"at most {MAX_LOGIT_BYTES} bytes of logits a response", got)
+
     def _required(self, settings: FeatureCapture) -> frozenset[str]:
         """What a step must compute: scores of the whole response only if features are kept."""
+        if settings.function is None:
+            return frozenset({"logits", "region"} if self._due() else ())
         if not self._due():
             return frozenset({"hidden"})
         # More columns in a matrix product take time and can change its last bits, so a step that
@@ -261,17 +286,21 @@ class TrajectoryCapture:
         wanted = torch.tensor(slots).to(device, non_blocking=True)
         rows = (state.rows[None, :] == wanted[:, None]).int().argmax(1)
         columns = slice(0 if settings.layout == "all" else state.start, None)
-        assert proposal.hidden is not None
-        scores = {
-            name: getattr(proposal, f"raw_{name}")[rows, columns]
-            for name in ("prob", *sorted(settings.scores))
-        }
-        features = settings.function(proposal.hidden[rows, columns], **scores)
+        if settings.function is None:
+            assert record.denoised is not None
+            features = record.denoised.logits[rows]  # of the response: the step required "region"
+        else:
+            assert proposal.hidden is not None
+            scores = {
+                name: getattr(proposal, f"raw_{name}")[rows, columns]
+                for name in ("prob", *sorted(settings.scores))
+            }
+            features = settings.function(proposal.hidden[rows, columns], **scores)
         # Columns without proposals (the prompt) propose their own tokens.
         is_response = torch.arange(state.ids.shape[1], device=device) >= state.start
         proposals = torch.where(is_response, proposal.ids, state.ids)[rows, columns]
         add = self._copies.add
-        return KeptStep(self._step, slots, add(features.float()), add(proposals.int()))
+        return KeptStep(self._step, slots, add(features), add(proposals.int()))
 
 
 # -- a decode on the host --------------------------------------------------------------------------
@@ -283,7 +312,7 @@ class KeptStep:
 
     step: int
     slots: list[int]
-    features: Tensor  # (n, R, F) float32
+    features: Tensor  # (n, R, F) floating point
     proposals: Tensor  # (n, R) int32
 
 
@@ -396,15 +425,15 @@ class CapturedDecode:
         # every row.
         length = record.num_generated + (record.num_prompt if form.layout == "all" else 0)
         stored = StepFeatures.quantize(
-            torch.stack([one.features[at, -length:] for _, one, at in kept]).numpy(),
+            torch.stack([one.features[at, -length:] for _, one, at in kept]).float().numpy(),
             kept_steps=np.array([step for step, _, _ in kept]),
             proposals=torch.stack([one.proposals[at, -length:] for _, one, at in kept]).numpy(),
             groups=form.groups,
             scheme=form.scheme,
-            layout="all" if form.layout == "all" else "generation",
+            layout="generation" if form.layout == "masked" else form.layout,
             projector_digest=form.projector_digest,
         )
-        if form.layout == "masked":
+        if form.layout in ONLY_MASKED:
             stored = only_masked(record, stored)
         return replace(record, features=stored)
 

@@ -1,4 +1,4 @@
-"""Features of kept steps: what a commit policy saw, in a compact form."""
+"""Features of kept steps: what a commit policy saw, or the logits, in a compact form."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from numpy.typing import NDArray
 
 from lit_dlm.system.options import refuse
 
-FeatureLayout = Literal["generation", "all", "masked"]
+FeatureLayout = Literal["generation", "all", "masked", "logits"]
 FeatureScheme = Literal["fp16", "int8"]
+ONLY_MASKED = ("masked", "logits")
+"""Layouts that store only rows that are masked before the step."""
+_FORBIDDEN = -128
+"""Code of ``-inf`` in int8 logits; values have the codes -127 to 127."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,7 +38,8 @@ class StepFeatures:
     """``generation``: R = G response rows; ``all``: R = P + G, prompt rows first; ``masked``:
     R = G, of which only rows that are masked before the step are stored (half of them on average,
     and the only ones that enter a loss); the others are zeros, and their proposals are the tokens
-    already there."""
+    already there. ``logits``: such rows, of the V logits of the step as one group, ``-inf`` for ids
+    that may not be proposed."""
     projector_digest: str = ""
     """Digest of the function that made the features; readers must use the same one."""
 
@@ -57,6 +62,8 @@ class StepFeatures:
         values = self.features[kept].astype(np.float32)
         if self.scales is not None:
             values *= np.repeat(self.scales[kept].astype(np.float32), self.groups, axis=-1)
+            if self.layout == "logits":
+                values[self.features[kept] == _FORBIDDEN] = -np.inf
         return values
 
     @classmethod
@@ -75,9 +82,18 @@ class StepFeatures:
 
         int8 is symmetric and rounds to nearest, with ``scale = absmax / 127`` per (step, row,
         group), rounded up to the next float16 so that no value is clipped. For Gaussian groups of
-        256 the relative RMSE is 0.7 %.
+        256 the relative RMSE is 0.7 %. No value ``x`` is off by more than
+
+        - fp16: ``max(|x| / 2048, 2**-25)``; bfloat16 numbers of at least ``2**-17`` are exact;
+        - int8: ``absmax / 253 + 2**-25``, where half a scale is ``absmax / 254``, and its own
+          rounding adds at most one part in 1024 or, below the normal numbers, ``2**-25``.
+
+        Logits may be ``-inf``, which is kept as it is.
         """
         values = np.asarray(features, dtype=np.float32)
+        forbidden = np.isneginf(values) if layout == "logits" else np.zeros((), dtype=bool)
+        if forbidden.any():
+            values = np.where(forbidden, np.float32(0), values)
         sizes = tuple(int(size) for size in groups)
         largest = float(np.abs(values).max(initial=0.0))
         # The largest float16: of a value itself, or of a scale, which is a 127th of it.
@@ -87,10 +103,14 @@ class StepFeatures:
             shape = f"shape (S, R, {sum(sizes)}) for groups {sizes}"
             got = f"{values.shape} and {largest:g}"
             refuse("features", f"{shape}, finite and at most {limit:g}", got)
-        codes, scales = _int8(values, sizes) if scheme == "int8" else (values, None)
+        stored, scales = (
+            _int8(values, sizes) if scheme == "int8" else (values.astype(np.float16), None)
+        )
+        if forbidden.any():
+            stored[forbidden] = -np.inf if scales is None else _FORBIDDEN
         return cls(
             kept_steps=np.ascontiguousarray(kept_steps, dtype=np.int32),
-            features=values.astype(np.float16) if scales is None else codes,
+            features=stored,
             scales=scales,
             groups=sizes,
             proposals=np.ascontiguousarray(proposals, dtype=np.int32),

@@ -1,7 +1,8 @@
 """The two members of a block as bytes: its records, and the features of their kept steps.
 
-In layout ``masked`` only the positions that are masked before a kept step are stored, half of them
-on average. Which these are follows from the record, so reading restores the others.
+In layouts ``masked`` and ``logits`` only the positions that are masked before a kept step are
+stored, half of them on average. Which these are follows from the record, so reading restores the
+others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories.features import StepFeatures, num_rows
+from lit_dlm.trajectories.features import ONLY_MASKED, StepFeatures, num_rows
 from lit_dlm.trajectories.format import (
     NO_RUN,
     VERSION,
@@ -44,7 +45,7 @@ _COLUMNS: dict[str, tuple[pa.DataType, ...]] = {
 }
 _LISTS = ("proposals", "features", "scales")
 _DENSE_SLACK = 256 << 20
-"""Values to which a small block may always expand when the zeros of ``masked`` are restored."""
+"""Values to which a small block may always expand when the zeros of a layout are restored."""
 
 
 def encode_members(
@@ -104,7 +105,7 @@ def attach_features(
     require(block.features and is_same, "its features are of other records")
     assert block.features is not None
     columns = {name: split_lists(batch[name]) for name in _LISTS if name in batch.schema.names}
-    # The zeros of ``masked`` are not stored, so a small file could ask for any amount of them.
+    # Rows of zeros are not stored, so a small file could ask for any amount of them.
     budget = max(_DENSE_SLACK, raw_limit(len(data)))
     joined = []
     for i, (record, kept) in enumerate(zip(records, block.kept_steps, strict=True)):
@@ -131,7 +132,7 @@ def _features(
 ) -> StepFeatures:
     shape = (len(kept), rows)
     mask = None
-    if metadata.layout == "masked":
+    if metadata.layout in ONLY_MASKED:
         # Before its canvases are looked up, which a step outside would break off.
         is_inside = kept.max(initial=-1) < record.num_steps
         require(is_inside, f"the kept steps of {record.uid!r} do not fit")
@@ -168,8 +169,8 @@ def _before(record: Trajectory, steps: NDArray[np.int32]) -> tuple[Int32, NDArra
 
 
 def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
-    """Converts features from layout ``generation`` to ``masked``, with zeros in all other rows."""
-    assert features.layout == "generation"
+    """Sets all other rows to zero; layout ``generation`` becomes ``masked``."""
+    assert features.layout in ("generation", "logits")
     # Zeros where tokens stand, so that equal features have equal arrays whoever made them: a record
     # that was read back equals the one that was captured.
     states, masked = _before(record, features.kept_steps)
@@ -182,7 +183,7 @@ def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
         features=only(features.features),
         scales=None if features.scales is None else only(features.scales),
         proposals=np.where(masked, features.proposals, states),
-        layout="masked",
+        layout="masked" if features.layout == "generation" else features.layout,
     )
 
 
@@ -191,10 +192,11 @@ def _stored_rows(record: Trajectory) -> tuple[NDArray[Any] | None, ...] | None:
     if (features := record.features) is None:
         return None
     chosen: Any = ...
-    if features.layout == "masked":
+    if features.layout in ONLY_MASKED:
         # What is not stored is read as zeros: anything else would be lost without a word.
         chosen = _before(record, features.kept_steps)[1]
         is_bare = not features.features[~chosen].any()
-        require(is_bare, f"{record.uid!r}: features in layout 'masked' must be 0 where no mask is")
+        rule = f"features in layout {features.layout!r} must be 0 where no mask is"
+        require(is_bare, f"{record.uid!r}: {rule}")
     arrays = (features.proposals, features.features, features.scales)
     return tuple(None if array is None else array[chosen].reshape(-1) for array in arrays)

@@ -113,10 +113,14 @@ FEATURES = FeatureCapture(
     projector_digest="none",
     scheme="fp16",
 )
+LOGITS = FeatureCapture(
+    function=None, hidden_layers=(), groups=(97,), projector_digest="", layout="logits"
+)
 FOUND = {
     "tokens": _captured("tokens"),
     "signals": _captured("signals"),
     "features": _captured("features", features=FEATURES),
+    "logits": _captured("logits", features=LOGITS),
     "own signals": _captured("tokens", signals={"step_commit": lambda step: step.commit.char()}),
     "regions": _filled,
     "draws": _drawn,

@@ -14,7 +14,7 @@ from lit_dlm.decoding.api import DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.trajectories import Trajectory, capture as capture_module
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
 from lit_dlm.trajectories.format import decode_block
-from lit_dlm.trajectories.members import encode_members
+from lit_dlm.trajectories.members import decode_members, encode_members
 from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec
 from tests.trajectories.samples import assert_all_same, assert_same, from_history
 
@@ -83,7 +83,11 @@ def observer(level: str = "tokens", **changes) -> TrajectoryCapture:
         "steps": partial(KeptSteps, ratio=0.5),
         "scores": frozenset({"entropy"}),
     }
-    features = FeatureCapture(**settings | changes) if level == "features" else None
+    if level == "logits":
+        bare = {"function": None, "hidden_layers": (), "groups": (VOCAB,), "layout": "logits"}
+        settings |= bare
+    kept = level in ("features", "logits")
+    features = FeatureCapture(**settings | changes) if kept else None
     return TrajectoryCapture(vocab_size=VOCAB, level=level, features=features)
 
 
@@ -122,7 +126,7 @@ def test_records_equal_what_a_slow_watcher_saw():
     assert {record.status for record in ends["limit"]} == {"step_limit"}
 
 
-@pytest.mark.parametrize("level", ["tokens", "signals", "features"])
+@pytest.mark.parametrize("level", ["tokens", "signals", "features", "logits"])
 def test_neither_capture_nor_the_batch_changes_a_record(level):
     capture = observer(level)
     plain, watched = run(DECODERS["warm"], []), run(DECODERS["warm"], [capture])
@@ -199,6 +203,37 @@ def test_features_are_kept_at_the_planned_steps(layout):
             np.testing.assert_array_equal(proposals[-G:][written], record.tokens[written])
             if layout == "all":
                 np.testing.assert_array_equal(proposals[:-G], record.prompt_ids)
+
+
+@pytest.mark.parametrize("name", ["blocks", "warm"])
+def test_logits_are_those_of_every_masked_position(name):
+    """Also outside the block, and without temperature; rounded to float16, where a table of normal
+    numbers is off by less than 2**-10."""
+    for record in captured(name, "logits", scheme="fp16"):
+        stored = record.features
+        assert stored.kept_steps.tolist() == KeptSteps(record.seed, ratio=0.5).steps(
+            record.num_steps
+        )
+        for k, step in enumerate(stored.kept_steps):
+            state = record.state_at(step)
+            canvas = torch.tensor([*record.prompt_ids, *state])[None]
+            expected = logits(canvas)[0, -G:].numpy()
+            expected[:, [MASK, PAD]] = -np.inf
+            values = stored.dequantized()[k]
+            at = state == MASK
+            np.testing.assert_allclose(values[at], expected[at], rtol=2**-11, atol=2**-25)
+            np.testing.assert_array_equal(values[~at], 0.0)
+    assert_all_same([record], decode_members(*encode_members([record]))[1])
+
+
+def test_logits_that_no_reader_would_take_are_refused_before_the_first_step(monkeypatch):
+    """Ten positions and twelve ids: 240 bytes of float16 a step, and one of every two is kept."""
+    monkeypatch.setattr(capture_module, "MAX_LOGIT_BYTES", 1200)
+    captured("one", "logits", scheme="fp16", seeds=[1], prompts=[[3]])
+    monkeypatch.setattr(capture_module, "MAX_LOGIT_BYTES", 1199)
+    rule = r"step_ratio: expected at most 1199 bytes of logits a response, got 1200 \(5 steps of 10"
+    with pytest.raises(ValueError, match=rule):
+        captured("one", "logits", scheme="fp16", seeds=[1], prompts=[[3]])
 
 
 def test_small_and_masked_features_are_those_of_all_rows():

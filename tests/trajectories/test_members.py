@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lit_dlm.trajectories import TrajectoryFormatError
+from lit_dlm.trajectories.features import ONLY_MASKED
 from lit_dlm.trajectories.format import read_block, records_of
 from lit_dlm.trajectories.members import (
     attach_features,
@@ -22,9 +23,9 @@ from tests.trajectories.samples import (
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp16"])
-@pytest.mark.parametrize("layout", ["generation", "all", "masked"])
+@pytest.mark.parametrize("layout", ["generation", "all", *ONLY_MASKED])
 def test_features_round_trip(scheme, layout):
-    """One record without features in between; in ``masked`` what is no mask takes no room."""
+    """One record without features in between; of masked rows alone, others take no room."""
     rng = np.random.default_rng(3)
     records = [random_record(rng, f"u{i}", num_generated=14 + i, remask=0.05) for i in range(5)]
     whole, kept = list(records), [[] for _ in records]
@@ -34,11 +35,12 @@ def test_features_round_trip(scheme, layout):
         features = random_features(rng, width, record.num_steps, scheme=scheme)
         whole[i] = records[i] = replace(record, features=replace(features, layout=layout))
         kept[i] = features.kept_steps.tolist()
-        if layout == "masked":
+        if layout in ONLY_MASKED:
             whole[i] = replace(record, features=features)
-            records[i] = replace(record, features=only_masked(record, features))
+            of_all = replace(features, layout="logits") if layout == "logits" else features
+            records[i] = replace(record, features=only_masked(record, of_all))
     data, features_data = encode_members(records)
-    if layout == "masked":
+    if layout in ONLY_MASKED:
         assert len(features_data) < 0.75 * len(encode_members(whole)[1])
     assert_all_same(records, decode_members(data, features_data)[1])
     assert [steps.tolist() for steps in read_block(data).kept_steps] == kept

@@ -351,7 +351,7 @@ def _captured(batch: _Batch) -> Callable[[int], frozenset[str]]:
     recorded = batch.run.decode.get("capture")
     capture = recorded if isinstance(recorded, dict) else {}
     nothing, region = frozenset[str](), frozenset({"region"})
-    if capture.get("level") == "features":
+    if capture.get("level") in ("features", "logits"):
         seeds = [signed_seed(record.seed) for record in batch.records]
         plans = [KeptSteps(seed, ratio=capture["step_ratio"]) for seed in seeds]
         return lambda step: region if any(step in plan for plan in plans) else nothing
