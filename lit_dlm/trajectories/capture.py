@@ -424,14 +424,20 @@ class CapturedDecode:
         # Drops left padding, which differs between batches; the response has the same columns in
         # every row.
         length = record.num_generated + (record.num_prompt if form.layout == "all" else 0)
-        stored = StepFeatures.quantize(
-            torch.stack([one.features[at, -length:] for _, one, at in kept]).float().numpy(),
-            kept_steps=np.array([step for step, _, _ in kept]),
-            proposals=torch.stack([one.proposals[at, -length:] for _, one, at in kept]).numpy(),
-            groups=form.groups,
-            scheme=form.scheme,
-            layout="generation" if form.layout == "masked" else form.layout,
-            projector_digest=form.projector_digest,
+        # Step by step: logits of all steps in float32, several times, could fill the memory.
+        stored = StepFeatures.joined(
+            [
+                StepFeatures.quantize(
+                    one.features[at, -length:][None].float().numpy(),
+                    kept_steps=np.array([step]),
+                    proposals=one.proposals[at, -length:][None].numpy(),
+                    groups=form.groups,
+                    scheme=form.scheme,
+                    layout="generation" if form.layout == "masked" else form.layout,
+                    projector_digest=form.projector_digest,
+                )
+                for step, one, at in kept
+            ]
         )
         if form.layout in ONLY_MASKED:
             stored = only_masked(record, stored)

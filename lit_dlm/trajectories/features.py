@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -116,6 +116,18 @@ class StepFeatures:
             proposals=np.ascontiguousarray(proposals, dtype=np.int32),
             layout=layout,
             projector_digest=projector_digest,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[StepFeatures]) -> StepFeatures:
+        """Returns the features of several steps, all of one kind, as one."""
+        scales = [part.scales for part in parts if part.scales is not None]
+        return replace(
+            parts[0],
+            kept_steps=np.concatenate([part.kept_steps for part in parts]),
+            features=np.concatenate([part.features for part in parts]),
+            scales=np.concatenate(scales) if scales else None,
+            proposals=np.concatenate([part.proposals for part in parts]),
         )
 
     def validate(self, uid: str, num_prompt: int, num_generated: int, num_steps: int) -> None:

@@ -13,6 +13,7 @@ from lit_dlm.decoding import BlockWindow
 from lit_dlm.decoding.batch import Batch
 from lit_dlm.decoding.graphed import GraphedBatch
 from lit_dlm.tracelock.policy import TraceLockPolicy
+from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
 from tests.decoding.cases import CASES, FULL
 from tests.decoding.models import SPARSE, in_blocks, scorer, tiny_backbone
 from tests.decoding.ragged import MORE, PROMPTS, everything_of
@@ -267,6 +268,29 @@ def test_observers_that_ask_for_other_things_and_end_a_decode(policy, last, monk
     assert found == expected
     torch.testing.assert_close(seen_found, seen)
     assert len(seen) == last or len(found["results"]) == len(PROMPTS)
+
+
+def test_logits_are_kept_before_the_next_step_overwrites_them(monkeypatch):
+    """Some steps give them out, of the whole response, and others do not; rounded to float16."""
+    decoder = d.Decoder(policy=d.ThresholdPolicy(0.15), quota=d.NoQuota(), window=BlockWindow(4))
+    kept = FeatureCapture(
+        function=None,
+        hidden_layers=(),
+        groups=(97,),
+        projector_digest="",
+        steps=lambda seed: KeptSteps(seed, ratio=0.4),
+        scheme="fp16",
+        layout="logits",
+    )
+
+    def run():
+        capture = TrajectoryCapture(vocab_size=97, level="logits", features=kept)
+        return everything(decoder, tiny_backbone(), PROMPTS[:8], 12, 3, capture=capture)[1]
+
+    for old, new in zip(*both(monkeypatch, run), strict=True):
+        assert old.features.kept_steps.tolist() == new.features.kept_steps.tolist()
+        values = (torch.tensor(one.features.dequantized()) for one in (new, old))
+        torch.testing.assert_close(*values, rtol=2**-10, atol=1e-6)
 
 
 def test_graphs_of_forwards_differ_by_their_columns(monkeypatch):
