@@ -17,6 +17,8 @@ from lit_dlm.backbones.projection import (
     feature_groups,
 )
 from lit_dlm.decoding import Decoder, EntropyPolicy, Observer, decode, prompt_canvas
+from lit_dlm.tracelock.module import TraceLockModule
+from lit_dlm.tracelock.network import AcceptanceConfig
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
 from lit_dlm.trajectories.features import FeatureLayout, FeatureScheme
 from lit_dlm.trajectories.record import Trajectory
@@ -106,3 +108,8 @@ def write_shards(
         for record in records:
             writer.put(record)
     return folder
+
+
+def tracelock(projector: Projector) -> TraceLockModule:
+    head = AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16)
+    return TraceLockModule(small_backbone(), tokenizer="unused", projector=projector, head=head)

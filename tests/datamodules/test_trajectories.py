@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from lit_dlm.backbones.projection import Projector
 from lit_dlm.datamodules import trajectories
 from lit_dlm.datamodules.resuming import EpochPlan
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule, is_validation
-from lit_dlm.tracelock.module import TraceLockModule
-from lit_dlm.tracelock.network import AcceptanceConfig
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store import TrajectoryShardReader
@@ -25,6 +22,7 @@ from tests.traces import (
     recorded,
     small_backbone,
     small_projector,
+    tracelock,
     write_shards,
 )
 
@@ -49,11 +47,6 @@ def ready(
         global_rank=rank, world_size=world_size, global_step=0, accumulate_grad_batches=accumulate
     )
     return module
-
-
-def tracelock(projector: Projector) -> TraceLockModule:
-    head = AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16)
-    return TraceLockModule(small_backbone(), tokenizer="unused", projector=projector, head=head)
 
 
 def test_split_is_the_hash_of_the_prompt_uid() -> None:

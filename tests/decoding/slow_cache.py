@@ -111,3 +111,14 @@ def slow_decode(
             step += 1
             forwards += 1
     return ids[start:].tolist(), forwards
+
+
+def slow_visibility(prompt: int, length: int, size: int) -> Tensor:
+    """The prompt sees itself, each block everything before its end."""
+    seen = torch.zeros(1, 1, length, length, dtype=torch.bool)
+    for query in range(length):
+        end = prompt
+        while query >= end:
+            end += size
+        seen[..., query, :end] = True
+    return seen

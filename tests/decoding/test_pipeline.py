@@ -7,23 +7,13 @@ import lit_dlm.decoding as d
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder, PipelineWindow
 from tests.decoding.models import in_blocks, tiny_backbone
+from tests.decoding.slow_cache import slow_visibility
 from tests.decoding.states import as_rows_alone, decoded, state_with_masks
 
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13, 14, 15, 16, 17]]
 D2F = {**in_blocks("response"), "whole_prompt": True, "vocab_size": 40}
 """A model of 40 words: among them, probabilities are between 0.03 and 0.5."""
 SURE = 0.4
-
-
-def slow_visibility(prompt: int, length: int, size: int) -> torch.Tensor:
-    """The prompt sees itself, each block everything before its end."""
-    seen = torch.zeros(1, 1, length, length, dtype=torch.bool)
-    for query in range(length):
-        end = prompt
-        while query >= end:
-            end += size
-        seen[..., query, :end] = True
-    return seen
 
 
 @torch.no_grad()

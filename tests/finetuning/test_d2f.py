@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_dlm.finetuning.d2f import D2FModule, RisingMasking
 from lit_dlm.training.batch import SupervisedBatch
-from tests.decoding.test_pipeline import slow_visibility
+from tests.decoding.slow_cache import slow_visibility
 from tests.finetuning.runs import small
 from tests.training.reference import responses
 from tests.training.supervised import BLOCK, LEARNING, assert_same_loss, batch_of

@@ -17,9 +17,8 @@ from lit_dlm.tracelock.generate import TraceModule
 from lit_dlm.trajectories.store.files import shards_in
 from lit_dlm.trajectories.tools.show import show_set
 from lit_dlm.trajectories.tools.verify import Execution, verify
-from tests.datamodules.test_trajectories import tracelock
 from tests.finetuning.runs import quiet
-from tests.traces import small_projector
+from tests.traces import small_projector, tracelock
 from tests.trajectories.samples import read_all
 
 DECODERS = {
