@@ -1,10 +1,10 @@
 """What editing is worth: accuracy against forwards with and without it, on a model trained to edit.
 
-Two adapters of the embedded model are fine-tuned on the same answers with each seed: ``sft`` on
+All weights of the embedded model are fine-tuned on the same answers with each seed: ``sft`` on
 masks, ``edit`` on masks, wrong tokens and own writes (``exp/edit_tiny``). Thresholds decode both
-and the model itself (``tiny``); ``TokenEditingPolicy`` decodes ``edit``. Lists, choice of settings
-and contests are those of ``policy_bench.py``. ``docs/results/editing`` has the plan, which was
-written before the runs.
+and the model as it was (``tiny``); ``TokenEditingPolicy`` decodes ``edit``. Lists, choice of
+settings and contests are those of ``policy_bench.py``. ``docs/results/editing`` has the plan, which
+was written before the runs.
 
     python experiments/editing.py --out runs/editing  # makes what is missing
     python experiments/editing.py  # prints the tables of the published results
@@ -45,8 +45,8 @@ TASKS = ("words", "functions")
 WINDOWS = ("whole", "blocks-8")
 ARMS = {"tiny": None, "sft": "exp/sft_gt_tiny", "edit": "exp/edit_tiny"}
 """Experiment that trains each arm."""
-UPDATES = 1000
-EXAMPLES = {"words": 4000, "functions": 700}  # that an adapter is trained on
+UPDATES = 2000
+EXAMPLES = {"words": 4000, "functions": 700}  # that a model is trained on
 
 WITHOUT = swept("ThresholdPolicy", "threshold", 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 WITH = {
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def make(options: argparse.Namespace, arm: str) -> pa.Table:
-    """Trains the adapters of an arm, decodes both lists with them, and returns the decodes."""
+    """Trains the models of an arm, decodes both lists with them, and returns the decodes."""
     own = argparse.Namespace(**{**vars(options), "out": options.out / arm})
     if not ARMS[arm]:
         own.train_seeds = []
@@ -109,21 +109,22 @@ def make(options: argparse.Namespace, arm: str) -> pa.Table:
 
 
 def train(own: argparse.Namespace, arm: str, seed: int) -> list[Any]:
-    """Fine-tunes an adapter; returns the flags of the model with it."""
+    """Fine-tunes all weights; returns the flags of the model."""
     experiment = ARMS[arm]
     if experiment is None:
         return []
-    folder = own.out / f"adapter-{seed}"
+    folder = own.out / f"model-{seed}"
     tasks = [json.loads(problem_list(name, "train", n, seed))[0] for name, n in EXAMPLES.items()]
     source = {"class_path": "TaskReferences", "init_args": {"tasks": tasks}}
     call(
         folder / "done",
         *("fit", "--config", experiment, *seed_flags(seed), "--run_dir", folder),
         *("--trainer.max_steps", own.updates, "--data.sources", json.dumps([source]), *BARE),
+        *("--model.backbone.init_args.lora", "null"),
+        *("--model.backbone.init_args.trainable", "true", "--model.export_dir", folder / "model"),
     )
-    edits = json.dumps({"edits_tokens": arm == "edit"})
-    prefix = "--model.backbone.init_args"
-    return [f"{prefix}.adapter", folder / "adapter", f"{prefix}.spec_overrides", edits]
+    # The exported model says itself that it was trained to edit.
+    return ["--model.backbone.init_args.path", folder / "model"]
 
 
 # -- results ---------------------------------------------------------------------------------------

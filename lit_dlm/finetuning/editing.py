@@ -45,6 +45,8 @@ class EditModule(SFTModule):
             take a share of the positions, uniform from 0 to 1, hidden or shown.
     """
 
+    allowed_ids: Tensor  # (V,) int64: what noise is drawn from
+
     def __init__(
         self, backbone: HFBackbone, *, most_wrong: float = 0.2, drafted: float = 0.5, **common: Any
     ) -> None:
@@ -76,23 +78,18 @@ class EditModule(SFTModule):
         rate = self.most_wrong * noise(_RATE, cells[:, :1])
         is_noise = ~states.hidden & maskable & (noise(_WRONG, cells) < rate)
         drawn = self.allowed_ids[(noise(_TOKEN, cells) * len(self.allowed_ids)).long()]
-        states = replace(
-            states,
-            supervised=states.supervised | (~states.hidden & maskable),
-            shown=torch.where(is_noise & (drawn != clean), drawn, -1),
-        )
+        shown = torch.where(is_noise & (drawn != clean), drawn, -1)
+        supervised = states.supervised | (~states.hidden & maskable)
+        states = replace(states, supervised=supervised, shown=shown)
         if not self.drafted:
             return states
         # One more turn: what the model makes of these states stands in a part of them.
         rows = lay_out(batch, states, self.backbone.spec)
-        own = clean.masked_scatter(states.supervised, self.backbone.top_tokens(rows))
+        own = clean.masked_scatter(supervised, self.backbone.top_tokens(rows))
         share = 1.0 - noise(_SHARE, cells[:, :1]) / self.drafted  # below 0: nothing is written
-        written = states.supervised & (noise(_OWN, cells) < share)
-        return replace(
-            states,
-            hidden=states.hidden & ~written,
-            shown=torch.where(written, torch.where(own != clean, own, -1), states.shown),
-        )
+        written = supervised & (noise(_OWN, cells) < share)
+        shown = torch.where(written, torch.where(own != clean, own, -1), shown)
+        return replace(states, hidden=states.hidden & ~written, shown=shown)
 
     def loss_terms(self, batch: SupervisedBatch, states: States, stats: TokenStats) -> LossTerms:
         """Adds what is right of each kind: filled masks, corrected tokens, kept right ones."""
