@@ -187,12 +187,15 @@ def committed(
     by_policy = commit.any(1)
     if selection.rewritten is not None:  # such a policy ensures progress itself
         return commit, torch.ones_like(by_policy)
-    # Asking first costs less than the ranking, which is mostly not needed.
-    if rules.stall_rule == "top1" and (
-        window.pipelined or not (reads_are_free(by_policy.device) and bool(by_policy.all()))
-    ):
+    if rules.stall_rule != "top1":
+        return commit, by_policy
+    if window.pipelined:
         stalled = window.stalled(state, candidates, commit, selection.scores)
-        commit, by_policy = commit | stalled, by_policy & ~stalled.any(1)
+        return commit | stalled, by_policy & ~stalled.any(1)
+    # Asking first costs less than the ranking, which is mostly not needed.
+    if not (reads_are_free(by_policy.device) and bool(by_policy.all())):
+        best = top_quota(selection.scores, candidates, 1)
+        commit = torch.where(by_policy[:, None], commit, best)
     return commit, by_policy
 
 

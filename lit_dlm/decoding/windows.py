@@ -15,7 +15,6 @@ from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.system.options import at_least
 from lit_dlm.tensors.batches import reads_are_free
-from lit_dlm.tensors.sampling import top_quota
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,8 @@ class Window(Component):
     slides: bool = False
     """Whether it moves on before it is full: then no step knows a share of the masks to come."""
     pipelined: bool = False
-    """Whether it is in several blocks at once, see :meth:`reach`; only for block attention."""
+    """Whether it is in several blocks at once, which only block attention allows; then it has
+    :meth:`reach` and :meth:`stalled`."""
     graph_safe = False
 
     @property
@@ -68,13 +68,13 @@ class Window(Component):
     def stalled(
         self, state: DecodeState, candidates: Tensor, commit: Tensor, scores: Tensor
     ) -> Tensor:
-        """``(b, L)`` bool: what the stall rule commits, here the best candidate of a stalled row.
+        """``(b, L)`` bool: what the stall rule commits in a window that is in several blocks.
 
         Args:
             commit: ``(b, L)`` bool, what is committed without it.
             scores: ``(b, L)``, the policy's.
         """
-        return top_quota(scores, candidates & ~commit.any(1, keepdim=True), 1)
+        raise NotImplementedError
 
 
 def masks_first(state: DecodeState, columns: Tensor) -> Tensor:

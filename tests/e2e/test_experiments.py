@@ -331,7 +331,8 @@ def test_experiment_runs_with_other_settings(
 def test_rewards_that_grade_nothing_are_trained_on_and_monitored(workplace: Workplace):
     """The command of the page, with a classifier where its path points to; and a price alone."""
     page = (ROOT / "docs" / "how-to" / "reinforce.md").read_text()
-    (shown,) = re.findall(r"^lit-dlm fit --config (exp/.*?)\n```", page, re.M | re.S)[1:]
+    commands = re.findall(r"^lit-dlm fit --config (exp/.*?)\n```", page, re.M | re.S)
+    (shown,) = (one for one in commands if "REWARD_MODEL" in one)
     save_classifier(workplace.folder / "OWNER" / "REWARD_MODEL")
     price = "[{class_path: lit_dlm.rewards.speed.ForwardPrice, init_args: {price: 0.01}}]"
     for name, *flags in (
