@@ -50,7 +50,10 @@ from lit_dlm.system.files import write_atomically
 MODELS = ("words+functions", "sudoku", "pictures", "addition", "countdown", "wide-functions")
 """Tasks of each model's policy."""
 METHOD = ("--config", "method/every_window")
-FREE = (*METHOD, "--model.constraint", "null", "--trainer.num_sanity_val_steps", 0)
+FREE = (
+    *(*METHOD, "--model.constraint", "null", "--trainer.num_sanity_val_steps", 0),
+    *("--model.decay_share", 0),
+)
 DRAWN = (
     *(*FREE, "--model.forks", "false", "--data.advantage"),
     '{"class_path": "lit_dlm.rl.advantages.GroupMean", "init_args": {"scale": 0.1, "clip": 3.0}}',
@@ -65,6 +68,7 @@ ARMS: dict[str, tuple[Any, ...]] = {
     "turns": DRAWN,
     "cheap": (*DRAWN, *CHEAP),
     "forks": FREE,
+    "forks-decay": (*FREE, "--model.decay_share", 1),
     "forks-slow": (*FREE, "--model.optimizer.lr", 2e-4),
     "forks-cheap": (*FREE, *CHEAP),
 }
@@ -73,8 +77,8 @@ IN_TURN = ("whole", "blocks-8", "cache")
 TRIED = (0.9, 0.95, 0.99)
 TRIAL = 75
 """RL steps of the trial, 12,000 decodes."""
-STEPS = 200
-"""RL steps of the bench for each task of a model, 32,000 decodes."""
+STEPS = 120
+"""RL steps of the bench for each task of a model, 19,200 decodes."""
 DECODES = 160
 """Of an RL step."""
 

@@ -33,8 +33,9 @@ from lit_dlm.rl.rollout import OnlineRollouts
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.rl.step import TokenScores
 from lit_dlm.rl.value import ValueHead, value_loss
-from lit_dlm.system.options import at_least, one_of, refuse_first
+from lit_dlm.system.options import at_least, one_of, refuse_first, within
 from lit_dlm.tensors.precision import evaluating
+from lit_dlm.tensors.schedules import trapezoid
 from lit_dlm.training.fit_loop import make_epochs_whole, restart_epoch
 from lit_dlm.training.masking import TraceMasking
 from lit_dlm.training.sharding import decoding_weights, whole_weights
@@ -75,6 +76,7 @@ class TraceRLModule(TrainableModule):
             row is one sample in ``data.batch_size``, ``packing`` rows in ``data.rows_per_update``.
         optimizer: constructor of the optimiser; its learning rate is the policy's.
         warmup_steps: optimiser steps of a linear warm-up.
+        decay_share: share of the run's RL steps over whose end the learning rates fall to 0.
     """
 
     replays_shards: ClassVar[bool] = True
@@ -101,6 +103,7 @@ class TraceRLModule(TrainableModule):
             params, lr=1e-6, weight_decay=0.0
         ),
         warmup_steps: int = 0,
+        decay_share: float = 0.0,
         **common: Any,
     ) -> None:
         super().__init__(
@@ -111,6 +114,8 @@ class TraceRLModule(TrainableModule):
             warmup_steps=warmup_steps,
             **common,
         )
+        within("[0, 1]", decay_share=decay_share)
+        self.decay_share = decay_share
         chosen = [val_method] if isinstance(val_method, str) else val_method
         self.method = method or next(iter(self.decoders), "")
         self.val_methods = tuple(dict.fromkeys(chosen or [self.method]))
@@ -418,8 +423,16 @@ class TraceRLModule(TrainableModule):
         if policy and value:
             assert self.value is not None
             groups.append({"params": value, "lr": self.value.lr})
-        # The number of updates of a run is not known, so there is nothing to decay over.
-        return self.scheduled(groups, lambda step: min(1.0, (step + 1) / (self.warmup_steps + 1)))
+        if self.decay_share:
+            at_least(1, of="trainer.", max_epochs=self.trainer.max_epochs or 0)
+        return self.scheduled(groups, self._rate)
+
+    def _rate(self, update: int) -> float:
+        # Falls by RL step, since the number of updates of a run is not known.
+        step, steps = self.trainer.current_epoch, self.trainer.max_epochs or -1
+        step += self.trainer.is_last_batch  # this is the rate of the update after
+        falling = trapezoid(step, steps, warmup_steps=0, decay_share=self.decay_share)
+        return min(falling, (update + 1) / (self.warmup_steps + 1))
 
     def configure_gradient_clipping(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,29 @@ def test_groups_are_clipped_apart() -> None:
         torch.testing.assert_close(norm, torch.ones((), dtype=norm.dtype), rtol=1e-5, atol=1e-5)
     logged = [call.kwargs["name"] for call in rl.log.call_args_list]
     assert logged == ["train/grad_norm_policy", "train/grad_norm_value"]
+
+
+def test_the_rate_falls_over_the_last_rl_steps(tmp_path: Path) -> None:
+    """Of four, over three quarters: whole in the first two, then 2/3 and 1/3 of it."""
+    rates: dict[int, set[float]] = {}
+
+    class Watch(ModelCheckpoint):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            rate = trainer.optimizers[0].param_groups[0]["lr"]
+            rates.setdefault(trainer.current_epoch, set()).add(round(rate, 6))
+
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            super().on_train_epoch_end(trainer, pl_module)
+            trainer.should_stop = not trainer.ckpt_path and trainer.current_epoch == 1
+
+    falling: Any = {"decay_share": 0.75, "optimizer": partial(torch.optim.SGD, lr=0.03)}
+    for resume in (None, tmp_path / "last.ckpt"):
+        saver = Watch(tmp_path, filename="last", enable_version_counter=False)
+        rl = learner(**falling)
+        fit(rl, rollout_data(), tmp_path, steps=4, resume=resume, callbacks=[saver])
+    assert rates == {0: {0.03}, 1: {0.03}, 2: {0.02}, 3: {0.01}}
+    with pytest.raises(ValueError, match=r"^trainer\.max_epochs: expected .* got -1$"):
+        fit(learner(**falling), rollout_data(), tmp_path, steps=-1)
 
 
 def test_temperature_of_training_is_that_of_rollouts() -> None:
