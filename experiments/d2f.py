@@ -30,6 +30,7 @@ KEPT = Path("docs/results/d2f/d2f.parquet")
 SIZE = 8  # of blocks
 THRESHOLDS = (0.6, 0.7, 0.8, 0.9, 0.95)
 COUNT = 200  # problems of each task
+UPDATES = 2000
 SCHEMA = pa.schema(
     {
         **dict.fromkeys(("arm", "task"), pa.dictionary(pa.int8(), pa.string())),
@@ -59,7 +60,7 @@ def main() -> None:
 
 def train(folder: Path, seed: int) -> None:
     """Trains a student; its adapter is in the folder ``adapter``."""
-    flags = ("--run_dir", folder, *seed_flags(seed), *BARE)
+    flags = ("--trainer.max_steps", UPDATES, "--run_dir", folder, *seed_flags(seed), *BARE)
     call(folder / "trained", "fit", "--config", "exp/d2f_tiny", *flags)
 
 
