@@ -86,7 +86,8 @@ class RolloutFiles(RolloutEngine):
 def _plain(stored: Any) -> dict[str, Any]:
     """Returns a row with the fields ``response_ids`` and ``step_map``, whatever engine wrote it."""
     row = json_object("row", stored)
-    row = {**row, **(row.get("meta_info") or {}), **(row.get("trajectory") or {})}
+    for name in ("meta_info", "trajectory"):
+        row = {**row, **json_object(name, row.get(name) or {})}
     for name, others in _FIELDS.items():
         row[name] = next((row[one] for one in others if row.get(one) is not None), None)
     if isinstance(row["step_map"], list):

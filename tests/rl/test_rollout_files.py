@@ -113,7 +113,8 @@ GOOD: dict[str, Any] = {"response_ids": IDS, "step_map": STEPS}
         ({"uid": ..., "prompt_ids": [5, 5]}, r"expected that of a prompt .* got \(5, 5\)"),
         ({"uid": ...}, "expected one of the texts prompt"),
         ({"log_probs": ["a"] * 6}, "float"),
-        ({"meta_info": [1]}, ""),
+        ({"meta_info": [1]}, "meta_info: expected a JSON object, got list"),
+        ({"trajectory": [1]}, "trajectory: expected a JSON object, got list"),
     ],
 )  # fmt: skip
 def test_a_row_that_does_not_fit_is_named_with_its_line(
