@@ -2,8 +2,9 @@
 
 All weights of the embedded model are fine-tuned on the same answers with each seed: ``sft`` on
 masks, ``edit`` on masks, wrong tokens and own writes (``exp/edit_tiny``). Thresholds decode both
-and the model as it was (``tiny``); ``TokenEditingPolicy`` decodes ``edit``. Lists, choice of
-settings and contests are those of ``policy_bench.py``. ``docs/results/editing`` has the plan, which
+and the model as it was (``tiny``); ``TokenEditingPolicy`` decodes ``edit``, and ``ebpo``,
+which goes on from it by RL on words. Lists, choice of settings and contests are those of
+``policy_bench.py``. ``docs/results/editing`` has the plan, which
 was written before the runs.
 
     python experiments/editing.py --out runs/editing  # makes what is missing
@@ -43,7 +44,7 @@ from policy_bench import (
 
 TASKS = ("words", "functions")
 WINDOWS = ("whole", "blocks-8")
-ARMS = {"tiny": None, "sft": "exp/sft_gt_tiny", "edit": "exp/edit_tiny"}
+ARMS = {"tiny": None, "sft": "exp/sft_gt_tiny", "edit": "exp/edit_tiny", "ebpo": "exp/tracerl_tiny"}
 """Experiment that trains each arm."""
 UPDATES = 2000
 EXAMPLES = {"words": 4000, "functions": 700}  # that a model is trained on
@@ -60,17 +61,22 @@ WITH = {
     for mask, edit in itertools.product((0.3, 0.5, 0.7, 0.9), (0.5, 0.7, 0.9))
 }
 """Thresholds of masks and of tokens that stand."""
-OURS = "editing-edit"
-RIVALS = {
-    "thresholds on the same model": ("threshold-edit",),
-    "thresholds on any of the models": tuple(f"threshold-{arm}" for arm in ARMS),
+CONTESTS = {
+    "thresholds on the same model": ("editing-edit", "threshold-edit"),
+    "thresholds on any of the models": (
+        *("editing-edit", "threshold-tiny", "threshold-sft", "threshold-edit"),
+    ),
+    "editing before EBPO": ("editing-ebpo", "editing-edit"),
 }
+"""A policy on a model, and those that it is compared with."""
 
 
 def policies(arm: str) -> dict[str, dict[str, dict[str, Any]]]:
     """Returns the settings that decode an arm, by the policy's name and the arm's."""
-    found = {f"threshold-{arm}": WITHOUT}
-    return found | {OURS: WITH} if arm == "edit" else found
+    editing = {f"editing-{arm}": WITH}
+    if arm == "ebpo":
+        return editing
+    return {f"threshold-{arm}": WITHOUT} | (editing if arm == "edit" else {})
 
 
 def main() -> None:
@@ -95,10 +101,12 @@ def make(options: argparse.Namespace, arm: str) -> pa.Table:
     own = argparse.Namespace(**{**vars(options), "out": options.out / arm})
     if not ARMS[arm]:
         own.train_seeds = []
+    if arm == "ebpo":
+        own.task = options.task[:1]  # what its experiment trains on
     seeds = own.train_seeds or [-1]
     flags = {seed: train(own, arm, seed) for seed in seeds}
     decoders = cells(policies(arm), WINDOWS)
-    for name in options.task:
+    for name in own.task:
         for seed in seeds:
             decode(own, name, "validation", run_of(own, name, seed), decoders, *flags[seed])
         chosen = fronts(validated(own, name, seeds))
@@ -109,11 +117,19 @@ def make(options: argparse.Namespace, arm: str) -> pa.Table:
 
 
 def train(own: argparse.Namespace, arm: str, seed: int) -> list[Any]:
-    """Fine-tunes all weights; returns the flags of the model."""
+    """Trains all weights, or an adapter by RL; returns the flags of the model."""
     experiment = ARMS[arm]
     if experiment is None:
         return []
     folder = own.out / f"model-{seed}"
+    if arm == "ebpo":
+        model = ("--model.backbone.init_args.path", own.out.parent / "edit" / folder.name / "model")
+        call(
+            folder / "done",
+            *("fit", "--config", experiment, "--config", "method/ebpo", *seed_flags(seed)),
+            *("--run_dir", folder, *model),
+        )
+        return [*model, "--model.backbone.init_args.adapter", folder / "policy" / "last"]
     tasks = [json.loads(problem_list(name, "train", n, seed))[0] for name, n in EXAMPLES.items()]
     source = {"class_path": "TaskReferences", "init_args": {"tasks": tasks}}
     call(
@@ -137,18 +153,19 @@ def among(decodes: Decodes, policies: tuple[str, ...]) -> Decodes:
 
 
 def contests_table(results: dict[tuple[str, str], Decodes], within: float) -> str:
-    """Editing against thresholds at equal forwards, by cells up to ``within`` below our best."""
+    """Contests at equal forwards, by cells up to ``within`` below the first one's best."""
     lines = [["task", "where", "against", "editing", "the others", "difference [95 %]", "p"]]
-    for against, rivals in RIVALS.items():
-        some = {key: among(one, (OURS, *rivals)) for key, one in results.items()}
-        for task, where, one, p in contests(some, within, OURS):
+    for against, (ours, *rivals) in CONTESTS.items():
+        every = {key: among(one, (ours, *rivals)) for key, one in results.items()}
+        some = {key: one for key, one in every.items() if any(c[0] == ours for c in one.correct)}
+        for task, where, one, p in contests(some, within, ours):
             cell, forwards, right, error = one["ours"]
             fast, slow, share, rate = one["theirs"]
             by = shown(slow) if share > 0.995 or fast == slow else f"{shown(fast)}, {shown(slow)}"
-            ours = f"{100 * right:.1f} ± {100 * error:.1f} @ {forwards:.1f} ({cell[2]})"
+            found = f"{100 * right:.1f} ± {100 * error:.1f} @ {forwards:.1f} ({cell[2]})"
             difference = interval(*one["difference"])
             lines.append(
-                [task, where, against, ours, f"{100 * rate:.1f} ({by})", difference, f"{p:.2g}"]
+                [task, where, against, found, f"{100 * rate:.1f} ({by})", difference, f"{p:.2g}"]
             )
     return table(lines)
 
