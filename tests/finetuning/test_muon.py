@@ -2,60 +2,42 @@
 
 from typing import Any
 
-import pytest
 import torch
 
-from lit_dlm.finetuning.muon import MuonAdamW, orthogonalise
+from lit_dlm.finetuning.muon import MuonAdamW
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_orthogonalise_keeps_singular_vectors_and_flattens_singular_values() -> None:
-    left, right = (torch.linalg.qr(random(n, n))[0] for n in (6, 4))
-    values = torch.tensor([5.0, 2.0, 1.0, 0.5])
-    matrix = left[:, :4] @ torch.diag(values) @ right.T
-    turned = left[:, :4].T @ orthogonalise(matrix[None])[0] @ right
-    off_diagonal = turned - torch.diag(turned.diagonal())
-    torch.testing.assert_close(off_diagonal, torch.zeros(4, 4), atol=1e-4, rtol=0)
-    assert turned.diagonal().min() > 0.6
-    assert turned.diagonal().max() < 1.25
-    # A tall matrix is the transpose of a wide one.
-    tall = random(2, 5, 3)
-    torch.testing.assert_close(orthogonalise(tall).mT, orthogonalise(tall.mT))
+def trained(optimizers: Any, values: list[torch.Tensor], *, seed: int) -> None:
+    for step in range(5):
+        for value in values:
+            value.grad = random(*value.shape, seed=seed + step)
+        for optimizer in optimizers:
+            optimizer.step()
 
 
-def trained(make: Any, start: torch.Tensor) -> torch.Tensor:
-    value = start.clone().requires_grad_()
-    optimizer = make([value])
-    for step in range(10):
-        value.grad = random(*start.shape, seed=step)
-        optimizer.step()
-    return value.detach()
-
-
-@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
-def test_matrices_follow_torch_muon(shape: tuple[int, int]) -> None:
-    """torch multiplies in bfloat16, three digits, hence the tolerance (ten steps of 0.01)."""
-    options: Any = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.0}
-    expected = trained(lambda p: torch.optim.Muon(p, **options), torch.zeros(shape))
-    found = trained(lambda p: MuonAdamW(p, [], matrix_lr=0.01), torch.zeros(shape))
-    torch.testing.assert_close(found, expected, atol=4e-3, rtol=0)
-
-
-def test_others_follow_torch_adamw() -> None:
-    start, options = torch.linspace(-1, 1, 8), {"betas": (0.9, 0.95), "weight_decay": 0.0}
-    expected = trained(lambda p: torch.optim.AdamW(p, lr=0.1, **options), start)
-    torch.testing.assert_close(trained(lambda p: MuonAdamW([], p, other_lr=0.1), start), expected)
-
-
-def test_matrices_of_one_shape_are_updated_as_each_alone() -> None:
-    alone = [torch.zeros(3, 4, requires_grad=True) for _ in range(2)]
-    together = [torch.zeros(3, 4, requires_grad=True) for _ in range(2)]
-    for parameters in (alone, together):
-        for seed, parameter in enumerate(parameters):
-            parameter.grad = random(3, 4, seed=seed)
-    for optimizer in (*(MuonAdamW([p], []) for p in alone), MuonAdamW(together, [])):
-        optimizer.step()
-    torch.testing.assert_close(together, alone)
+def test_it_does_what_both_do_also_behind_a_checkpoint() -> None:
+    """Checkpoints hold the state of both, and the rates that a schedule has set."""
+    ours, theirs, late = (
+        [random(6, 4).requires_grad_(), torch.linspace(-1, 1, 8)] for _ in range(3)
+    )
+    matrix: Any = {"lr": 0.01, "weight_decay": 0.0}
+    other: Any = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    both = [torch.optim.Muon(theirs[:1], **matrix), torch.optim.AdamW(theirs[1:], **other)]
+    one = MuonAdamW(ours[:1], ours[1:], matrix_lr=0.01, other_lr=0.1)
+    trained([one], ours, seed=0)
+    trained(both, theirs, seed=0)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    for optimizer, group in ((one, 0), (both[0], 0), (one, 1), (both[1], 0)):
+        optimizer.param_groups[group]["lr"] *= 0.5
+    again = MuonAdamW(late[:1], late[1:])
+    again.load_state_dict(one.state_dict())
+    with torch.no_grad():
+        for value, trained_one in zip(late, ours, strict=True):
+            value.copy_(trained_one)
+    trained([again], late, seed=9)
+    trained(both, theirs, seed=9)
+    torch.testing.assert_close(late, theirs, rtol=0, atol=0)
