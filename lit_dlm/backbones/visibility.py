@@ -72,6 +72,21 @@ def canvas_blocks(
     return blocks.clamp_min(-1) if spec.whole_prompt else blocks
 
 
+def attention_blocks(
+    spec: BackboneSpec, ids: Tensor, pad_mask: Tensor | None, response_start: int | None
+) -> Tensor:
+    """``(1, L)`` or ``(B, L)`` int64: as :func:`canvas_blocks`, but of what sees itself whole.
+
+    With ``causal_context`` each token before the first block with a mask is a block of its own.
+    """
+    blocks, length = canvas_blocks(spec, ids, pad_mask, response_start), ids.shape[1]
+    if not spec.causal_context:
+        return blocks
+    first_open = torch.where(ids == spec.mask_id, blocks, length).amin(1, keepdim=True)
+    columns = torch.arange(length, device=ids.device)
+    return blocks * length + columns * (blocks < first_open)
+
+
 def attention_visibility(
     spec: BackboneSpec,
     ids: Tensor,
@@ -88,7 +103,7 @@ def attention_visibility(
     if spec.attention == "full":
         return None if pad_mask is None else key_visibility(pad_mask)
     assert response_start is not None or spec.block_origin == "sequence"
-    return block_causal_visibility(canvas_blocks(spec, ids, pad_mask, response_start), pad_mask)
+    return block_causal_visibility(attention_blocks(spec, ids, pad_mask, response_start), pad_mask)
 
 
 def block_causal_visibility(blocks: Tensor, real: Tensor | None = None) -> Tensor:

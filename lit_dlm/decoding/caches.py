@@ -44,7 +44,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, Denoised, Span
 from lit_dlm.backbones.cache import MOST_TOKENS, Bucket, CacheableBackbone, CachedCanvas, WindowPlan
-from lit_dlm.backbones.visibility import canvas_blocks, position_ids_for
+from lit_dlm.backbones.visibility import attention_blocks, position_ids_for
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
@@ -320,6 +320,8 @@ class CacheSession(Forwards):
             found = self._span(row, first_mask[row], state, end)
             spans[row], is_refreshed, first_cells[row] = found
             refreshed += [row] * is_refreshed
+        if self._spec.causal_context and refreshed:
+            self._canvas.blocks = self._blocks(state)  # what has been finished is now causal
         if self._block_causal and new:
             self._run_prompts(state, new, spans)
         self.key = self._bucketed(spans, refreshed, first_cells)
@@ -511,5 +513,5 @@ class CacheSession(Forwards):
         """``(b, L)`` int64 block of every column; ``None`` if the model is not block-causal."""
         if not self._block_causal:
             return None
-        blocks = canvas_blocks(self._spec, state.ids, state.pad_mask, state.start)
+        blocks = attention_blocks(self._spec, state.ids, state.pad_mask, state.start)
         return blocks.expand_as(state.ids).contiguous()

@@ -136,6 +136,9 @@ def _two_copies(batch: SupervisedBatch, states: States, hidden: Tensor, spec: Ba
     )
     if spec.whole_prompt:
         slots = replace(slots, blocks=slots.blocks.clamp_min(-1))
+    if spec.causal_context:  # each clean token is a block of its own, behind its noisy block
+        tokens = slots.source * ~slots.is_noisy
+        slots = replace(slots, blocks=slots.blocks * clean.shape[1] + tokens)
     if copies > 1:
         slots = slots.packed(copies)
     by_blocks = wants_block_mask(len(slots.source), device)
