@@ -308,15 +308,6 @@ def _as_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "rope_parameters": rope, "max_position_embeddings": most}
 
 
-_NEMOTRON = Family(
-    model_types=("nemotron_labs_diffusion",),
-    decoder="llama",
-    layout="nemotron",
-    bos_token="<s>",
-    facts={"attention": "block", "block_origin": "response", "causal_context": True},
-    block=("block_size", 32),
-    translated=_as_llama,
-)
 FAMILIES: dict[str, Family] = {
     "dream": _DREAM,
     "diffucoder": _DREAM,
@@ -326,7 +317,15 @@ FAMILIES: dict[str, Family] = {
     "a2d": replace(_SDAR, model_types=("a2d-qwen3",), mask_tokens=("<|mask|>",), facts={}),
     "fast_dllm": _FAST_DLLM,
     "llada_moe": _LLADA_MOE,
-    "nemotron_labs_diffusion": _NEMOTRON,
+    "nemotron_labs_diffusion": Family(
+        model_types=("nemotron_labs_diffusion",),
+        decoder="llama",
+        layout="nemotron",
+        bos_token="<s>",
+        facts={"attention": "block", "block_origin": "response", "causal_context": True},
+        block=("block_size", 32),
+        translated=_as_llama,
+    ),
     "llada2": _LLADA2,
     "llada2.1": replace(
         _LLADA2,
