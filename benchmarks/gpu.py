@@ -254,7 +254,7 @@ class Checks:
                 backbone,
                 pad_mask=None,
                 positions=columns,
-                blocks=block_numbers(length, 4, device=self.device).expand(rows, -1),
+                blocks=block_numbers(columns, 4, origin=0).expand(rows, -1),
             )
             canvas.run(ids, canvas.plan([Span(0, 800, 800)] * rows, block_causal=True))
             spans = [Span(796, 800 + 4 * (row % 2), 800 + 4 * (row % 2)) for row in range(rows)]

@@ -158,6 +158,15 @@ _LING_TOKENS = Vocabulary(
     named={**_END, "bos_token": "<|startoftext|>", "mask_token": "<|mask|>"},
 )
 
+_NEMOTRON_TOKENS = Vocabulary(
+    added=("<s>", "<end>", "<mask>"),
+    num_ordinary=131069,
+    files="tokenizer.json",
+    template=_chatml("").replace("<|im_end|>", "<end>"),
+    named={"bos_token": "<s>", "eos_token": "<end>", "pad_token": "<end>"},
+)
+"""Texts are our own, and ids come behind the ordinary entries: those released are 1, 11 and 100."""
+
 _QWEN2: dict[str, Any] = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0,
     "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-6,
@@ -256,6 +265,28 @@ _LLADA2: dict[str, Any] = {
     "use_bias": False, "use_qkv_bias": False,
 }  # fmt: skip
 
+_NEMOTRON: dict[str, Any] = {
+    "model_type": "nemotron_labs_diffusion", "architectures": ["NemotronLabsDiffusionModel"],
+    "auto_map": {
+        "AutoConfig": "configuration_nemotron_labs_diffusion.NemotronLabsDiffusionConfig",
+        "AutoModel": "modeling_nemotron_labs_diffusion.NemotronLabsDiffusionModel",
+    },
+    "ar_loss_weight": 1.0, "attention_bias": False, "attention_dropout": 0.0,
+    "attn_implementation": "sdpa", "block_size": 32, "bos_token_id": 131069,
+    "dlm_loss_weight": None, "dlm_paradigm": "bidirectional", "dp_varying_mask_ratio": False,
+    "eos_token_id": 131070, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 14336, "mask_token_id": 131071,
+    "max_position_embeddings": 262144, "mlp_bias": False, "num_attention_heads": 32,
+    "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+        "rope_theta": 1000000.0, "rope_type": "yarn",
+    },
+    "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": False, "vocab_size": 131072,
+}  # fmt: skip
+
 _SMALL_TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "image_size": 28, "patch_size": 14,
@@ -287,6 +318,8 @@ RELEASES: dict[str, Release] = {
         ("Gen-Verse/TraDo-4B-Instruct", _SDAR_4B, _SDAR_TOKENS),
         ("Gen-Verse/TraDo-8B-Instruct", _SDAR_8B, _SDAR_TOKENS),
         ("Gen-Verse/TraDo-8B-Thinking", _SDAR_8B, _SDAR_TOKENS),
+        ("nvidia/Nemotron-Labs-Diffusion-8B", _NEMOTRON, _NEMOTRON_TOKENS),
+        ("nvidia/Nemotron-Labs-Diffusion-8B-Base", _NEMOTRON, _NEMOTRON_TOKENS),
         ("Qwen/Qwen2.5-0.5B-Instruct", _QWEN25, _QWEN25_TOKENS),
     )
 }

@@ -3,8 +3,8 @@
 A family's own configuration is first translated into an :class:`Architecture`; only this file turns
 that into a transformers configuration. Dream, DiffuCoder and Fast-dLLM v2 are Qwen2 decoders, SDAR
 and TraDo Qwen3 decoders, LLaDA-V's text part a Llama decoder, all under transformers' key names;
-LLaDA and MMaDA are Llama decoders (Qwen2 with ``include_qkv_bias``) under names of their own.
-Families with experts are described in :mod:`~lit_dlm.backbones.experts`.
+LLaDA and MMaDA are Llama decoders (Qwen2 with ``include_qkv_bias``) under names of their own, as is
+Nemotron-Labs-Diffusion. Families with experts: :mod:`~lit_dlm.backbones.experts`.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Architecture(BackboneSpec):
         # Left out if unset, so that such models keep their digest.
         if self.text_vocab_size is None:
             del fields["text_vocab_size"]
-        for name in ("edits_tokens", "whole_prompt"):
+        for name in ("edits_tokens", "whole_prompt", "causal_context"):
             if not fields[name]:
                 del fields[name]
         return fields
@@ -210,7 +210,7 @@ def _of_transformers(decoder: str, kind: str) -> Any:
     return getattr(import_module("transformers"), _DECODERS[decoder] + kind)
 
 
-KeyLayout = Literal["hf", "llada", "llada2"]
+KeyLayout = Literal["hf", "llada", "llada2", "nemotron"]
 PEFTTask = Literal["CAUSAL_LM", "FEATURE_EXTRACTION"]
 
 
@@ -223,21 +223,20 @@ class Family:
     decoder: DecoderType
     layout: KeyLayout = "hf"
     """Naming scheme of its options and weight keys."""
-    mask_tokens: tuple[str, ...]
+    mask_tokens: tuple[str, ...] = ()
     """Text of the mask token; files of the same release may differ."""
-    eos_tokens: tuple[str, str]
-    """Texts of the end of text and of the end of turn."""
+    eos_tokens: tuple[str, ...] = ()
+    """Texts of the end of text and of the end of turn; where none are known, ids count."""
     bos_token: str | None = None
     """Text of the start of text."""
-    shift: Literal[0, 1] = 0
-    attention: Literal["full", "block"] = "full"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of its :class:`BackboneSpec` that are not as by default."""
     block: tuple[str, int] = ("block_size", 4)
     """With block attention: the option that gives the block length, and its default."""
     translated: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     """Translates its ``config.json`` to transformers' names; LLaDA's layout keeps its own."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Values that options of its own must have where they are present."""
-    edits_tokens: bool = False
     text_vocab_size: int | None = None
     """Ids from here on are picture tokens: the size of the released tokenizer, unless a folder has
     a tokenizer of its own."""
@@ -251,7 +250,7 @@ _DREAM = Family(
     mask_tokens=("<|mask|>",),
     eos_tokens=("<|endoftext|>", "<|im_end|>"),
     bos_token="<|beginoftext|>",
-    shift=1,
+    facts={"shift": 1},
     peft_task="FEATURE_EXTRACTION",
 )
 _LLADA = Family(
@@ -267,7 +266,7 @@ _SDAR = Family(
     decoder="qwen3",
     mask_tokens=("<MASK>", "<|MASK|>"),
     eos_tokens=("<|endoftext|>", "<|im_end|>"),
-    attention="block",
+    facts={"attention": "block"},
 )
 _LING_TOKENS: dict[str, Any] = {
     "mask_tokens": ("<|mask|>",),
@@ -285,7 +284,7 @@ _LLADA2 = Family(
     model_types=("llada2_moe",),
     decoder="glm4_moe",
     layout="llada2",
-    attention="block",
+    facts={"attention": "block"},
     block=("block_size", 32),
     translated=from_llada2,
     options=LLADA2_OPTIONS,
@@ -296,21 +295,42 @@ _FAST_DLLM = replace(
     model_types=("Fast_dLLM_Qwen",),
     decoder="qwen2",
     mask_tokens=("|<MASK>|",),
-    shift=1,
+    facts={"attention": "block", "shift": 1},
     block=("bd_size", 32),
 )
+
+
+def _as_llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Translates Ministral 3, which scales the queries of positions behind its original ones."""
+    rope = {**config["rope_parameters"]}
+    rope.pop("llama_4_scaling_beta", None)
+    most = rope["original_max_position_embeddings"]
+    return {**config, "rope_parameters": rope, "max_position_embeddings": most}
+
+
 FAMILIES: dict[str, Family] = {
     "dream": _DREAM,
     "diffucoder": _DREAM,
     "llada": _LLADA,
     "mmada": replace(_LLADA, model_types=("mmada", "llada"), text_vocab_size=126349),
     "llada_v": replace(_LLADA, model_types=("llava_llada", "llada"), layout="hf"),
-    "a2d": replace(_SDAR, model_types=("a2d-qwen3",), mask_tokens=("<|mask|>",), attention="full"),
+    "a2d": replace(_SDAR, model_types=("a2d-qwen3",), mask_tokens=("<|mask|>",), facts={}),
     "fast_dllm": _FAST_DLLM,
     "llada_moe": _LLADA_MOE,
+    "nemotron_labs_diffusion": Family(
+        model_types=("nemotron_labs_diffusion",),
+        decoder="llama",
+        layout="nemotron",
+        bos_token="<s>",
+        facts={"attention": "block", "block_origin": "response", "causal_context": True},
+        block=("block_size", 32),
+        translated=_as_llama,
+    ),
     "llada2": _LLADA2,
     "llada2.1": replace(
-        _LLADA2, edits_tokens=True, model_types=("llada21_moe", *_LLADA2.model_types)
+        _LLADA2,
+        model_types=("llada21_moe", *_LLADA2.model_types),
+        facts={**_LLADA2.facts, "edits_tokens": True},
     ),
     "sdar": _SDAR,
     "trado": _SDAR,
@@ -404,6 +424,8 @@ def original_key(key: str, layout: KeyLayout) -> str:
     Adapters of LLaDA2 keep transformers' names: as its q, k and v are one matrix, the adapter of
     that would have another rank.
     """
+    if layout == "nemotron":
+        return "diffusion_head.weight" if key == HEAD_KEY else key.replace("model", "encoder", 1)
     if layout != "llada":
         return llada2_key(key) if layout == "llada2" else key
     module, _, parameter = key.rpartition(".")

@@ -51,6 +51,9 @@ class BackboneSpec:
     whole_prompt: bool = False
     """Whether the prompt is one block, all of which sees itself (D2F, arXiv:2508.09192); for blocks
     that count from the response, which else has the prompt in blocks before it."""
+    causal_context: bool = False
+    """Whether tokens of finished blocks see only what is left of them, and blocks with masks all of
+    themselves (Nemotron-Labs-Diffusion)."""
     logit_scale: float = 1.0
     """Factor on the logits (LLaDA's ``scale_logits``)."""
     forbidden_ids: tuple[int, ...] = ()
@@ -72,6 +75,9 @@ class BackboneSpec:
         if self.whole_prompt and (self.attention, self.block_origin) != ("block", "response"):
             wanted = "block attention with block_origin 'response'"
             refuse("whole_prompt", wanted, f"{self.attention}, {self.block_origin!r}")
+        if self.causal_context and (self.attention, self.whole_prompt) != ("block", False):
+            wanted = "block attention without whole_prompt"
+            refuse("causal_context", wanted, f"{self.attention}, {self.whole_prompt}")
 
 
 @dataclass(frozen=True)

@@ -445,7 +445,9 @@ class CachedCanvas:
         Returns the first query of each sequence (and the number of all queries), its window and its
         number of keys; ``None`` where attention takes a mask.
         """
-        if not self.takes_sequences(spans):
+        # Of causal tokens each would be a sequence.
+        is_causal = block_causal and self.backbone.spec.causal_context
+        if is_causal or not self.takes_sequences(spans):
             return None
         starts, windows, num_keys = [0], [], []
         for window, (begin, end, kv_end) in enumerate(spans):

@@ -98,8 +98,8 @@ class HFBackbone(nn.Module, Backbone):
     Args:
         path: an embedded model (``tiny``), a local folder, or a hub id ``owner/name``. Folders of
             Dream, DiffuCoder, LLaDA, MMaDA, LLaDA-V (its text part), LLaDA-MoE, LLaDA2, SDAR,
-            TraDo and SDAR-MoE work as released; so does what ``export_model`` wrote. Only a hub id
-            may use the network; no code is ever loaded.
+            TraDo, SDAR-MoE and Nemotron-Labs-Diffusion work as released; so does what
+            ``export_model`` wrote. Only a hub id may use the network; no code is ever loaded.
         architecture: sizes for random weights, instead of ``path``. Seed torch first.
         dtype: of the weights and activations.
         attn_implementation: see :mod:`~lit_dlm.backbones.attention`.

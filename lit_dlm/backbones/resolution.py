@@ -206,15 +206,13 @@ def _of_family(
     sizes = _llada_sizes if family.layout == "llada" else _hf_sizes
     values = {
         "decoder": family.decoder,
-        "shift": family.shift,
-        "attention": family.attention,
-        "edits_tokens": family.edits_tokens,
+        **family.facts,
         **sizes(family.translated(config), source, decoder=family.decoder),
     }
     if family.text_vocab_size is not None:
         words = tokenizer_size or family.text_vocab_size
         values["text_vocab_size"] = words if values["vocab_size"] > words else None
-    if family.attention == "block":
+    if family.facts.get("attention") == "block":
         values["block_size"] = config.get(*family.block)
     return values
 
@@ -410,7 +408,7 @@ def _mask_id(
         return named
     written = [tokens[text] for text in family.mask_tokens if text in tokens]
     # The end of turn shows whether the tokenizer is a released one; small models may have any.
-    is_kin = written or family.eos_tokens[1] in tokens
+    is_kin = written or tokens.keys() & family.eos_tokens[1:]
     if is_kin and named not in (None, *written):
         raise ValueError(
             f"{source}mask_token_id is {named} in config.json, but {family.mask_tokens[0]!r} is "

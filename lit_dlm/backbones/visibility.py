@@ -29,32 +29,27 @@ def position_ids_for(pad_mask: Tensor, positions: Literal["cumsum", "arange"]) -
     return torch.arange(pad_mask.shape[1], device=pad_mask.device).expand_as(pad_mask)
 
 
+def canvas_positions(spec: BackboneSpec, ids: Tensor, pad_mask: Tensor | None) -> Tensor:
+    """``(B, L)`` int64: position ids of a canvas, without padding the column numbers."""
+    if pad_mask is not None:
+        return position_ids_for(pad_mask, spec.positions)
+    return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+
+
 def key_visibility(pad_mask: Tensor) -> Tensor:
     """Lets every query see the real keys: ``(B, L)``, nonzero there, to ``(B, 1, 1, L)`` bool."""
     return pad_mask.bool()[:, None, None, :]
 
 
-def block_numbers(
-    length_or_pad_mask: int | Tensor,
-    block_size: int,
-    *,
-    origin: int | None = None,
-    device: torch.device | str | None = None,
-) -> Tensor:
+def block_numbers(real: Tensor, block_size: int, *, origin: int | None = None) -> Tensor:
     """``(1, L)`` or ``(B, L)`` int64: the block number of every column, negative before block 0.
 
-    Takes ``L``, or a ``(B, L)`` bool mask of real tokens. Block 0 starts at column ``origin`` of
-    every row, or at each row's first real token.
+    Block 0 starts at column ``origin``, or at the first real token of each row of ``(B, L)``.
     """
-    if isinstance(length_or_pad_mask, Tensor):
-        length, device = length_or_pad_mask.shape[1], length_or_pad_mask.device
-    else:
-        length = length_or_pad_mask
-    columns = torch.arange(length, device=device)[None]  # (1, L)
-    if origin is not None:
-        columns = columns - origin
-    elif isinstance(length_or_pad_mask, Tensor):
-        columns = columns - length_or_pad_mask.bool().long().argmax(dim=1, keepdim=True)
+    first = 0 if origin is None else -origin
+    columns = torch.arange(first, first + real.shape[1], device=real.device)[None]  # (1, L)
+    if origin is None:
+        columns = columns - first_column(real)[:, None]
     return torch.div(columns, block_size, rounding_mode="floor")
 
 
@@ -63,13 +58,26 @@ def canvas_blocks(
 ) -> Tensor:
     """``(1, L)`` or ``(B, L)`` int64: the block of every column of a block model's canvas."""
     assert spec.block_size is not None
-    blocks = block_numbers(
-        ids.shape[1] if pad_mask is None else pad_mask,
-        spec.block_size,
-        origin=response_start if spec.block_origin == "response" else None,
-        device=ids.device,
-    )
+    origin = 0 if pad_mask is None else None
+    if spec.block_origin == "response":
+        origin = response_start
+    blocks = block_numbers(ids if pad_mask is None else pad_mask, spec.block_size, origin=origin)
     return blocks.clamp_min(-1) if spec.whole_prompt else blocks
+
+
+def attention_blocks(
+    spec: BackboneSpec, ids: Tensor, pad_mask: Tensor | None, response_start: int | None
+) -> Tensor:
+    """``(1, L)`` or ``(B, L)`` int64: as :func:`canvas_blocks`, but of what sees itself whole.
+
+    With ``causal_context`` each token before the first block with a mask is a block of its own.
+    """
+    blocks, length = canvas_blocks(spec, ids, pad_mask, response_start), ids.shape[1]
+    if not spec.causal_context:
+        return blocks
+    first_open = torch.where(ids == spec.mask_id, blocks, length).amin(1, keepdim=True)
+    columns = torch.arange(length, device=ids.device)
+    return blocks * length + columns * (blocks < first_open)
 
 
 def attention_visibility(
@@ -88,7 +96,7 @@ def attention_visibility(
     if spec.attention == "full":
         return None if pad_mask is None else key_visibility(pad_mask)
     assert response_start is not None or spec.block_origin == "sequence"
-    return block_causal_visibility(canvas_blocks(spec, ids, pad_mask, response_start), pad_mask)
+    return block_causal_visibility(attention_blocks(spec, ids, pad_mask, response_start), pad_mask)
 
 
 def block_causal_visibility(blocks: Tensor, real: Tensor | None = None) -> Tensor:

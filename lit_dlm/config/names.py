@@ -27,7 +27,7 @@ lit_dlm.decoding.policies.base: ConfidencePolicy DynamicPolicy EBSamplerPolicy E
 lit_dlm.decoding.quotas: BudgetQuota CosineQuota EvenQuota FixedQuota NoQuota ScheduleQuota
 lit_dlm.decoding.windows: BlockWindow FullWindow SlidingWindow SteppedBlockWindow
 lit_dlm.finetuning: d2f.D2FModule d2f.RisingMasking dparallel.BlockComplements
-    dparallel.DParallelModule dpo.DPOModule editing.EditModule muon.MuonAdamW
+    dparallel.DParallelModule dpo.DPOModule editing.EditModule hybrid.HybridModule muon.MuonAdamW
     pretrain.PretrainModule sft.SFTModule tabom.TABOMModule tabom.TimeDelay
     trainable.TrainableModule
 lit_dlm.lockstep: reward.LockstepReward

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, Denoised, Span
 from lit_dlm.backbones.cache import MOST_TOKENS, Bucket, CacheableBackbone, CachedCanvas, WindowPlan
-from lit_dlm.backbones.visibility import canvas_blocks, position_ids_for
+from lit_dlm.backbones.visibility import attention_blocks, canvas_positions
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
@@ -283,7 +283,7 @@ class CacheSession(Forwards):
         self._canvas = CachedCanvas(
             backbone,
             pad_mask=state.pad_mask,
-            positions=self._positions(state),
+            positions=canvas_positions(spec, state.ids, state.pad_mask).contiguous(),  # no view
             blocks=self._blocks(state),
             hidden_layers=hidden_layers,
             # For graphs of a few shapes. Masks would change theirs with the part that is seen.
@@ -320,6 +320,8 @@ class CacheSession(Forwards):
             found = self._span(row, first_mask[row], state, end)
             spans[row], is_refreshed, first_cells[row] = found
             refreshed += [row] * is_refreshed
+        if self._spec.causal_context and refreshed:
+            self._canvas.blocks = self._blocks(state)  # what has been finished is now causal
         if self._block_causal and new:
             self._run_prompts(state, new, spans)
         self.key = self._bucketed(spans, refreshed, first_cells)
@@ -367,7 +369,7 @@ class CacheSession(Forwards):
         self._canvas.put(
             row_index(replaced, state.ids.device),
             pad_mask=state.pad_mask,
-            positions=self._positions(state),
+            positions=canvas_positions(self._spec, state.ids, state.pad_mask),
             blocks=self._blocks(state),
         )
         for cached, first in zip(self._rows, self._first_columns(state), strict=True):
@@ -500,16 +502,9 @@ class CacheSession(Forwards):
         firsts: list[int] = (state.ids.shape[1] - 1 - state.positions[:, -1]).tolist()
         return firsts
 
-    def _positions(self, state: DecodeState) -> Tensor:
-        """``(b, L)`` int64 position ids as the model takes them."""
-        if state.pad_mask is None:
-            columns = torch.arange(state.ids.shape[1], device=state.ids.device)
-            return columns.repeat(len(state.ids), 1)  # not a view: new rows are written into it
-        return position_ids_for(state.pad_mask, self._spec.positions)
-
     def _blocks(self, state: DecodeState) -> Tensor | None:
         """``(b, L)`` int64 block of every column; ``None`` if the model is not block-causal."""
         if not self._block_causal:
             return None
-        blocks = canvas_blocks(self._spec, state.ids, state.pad_mask, state.start)
+        blocks = attention_blocks(self._spec, state.ids, state.pad_mask, state.start)
         return blocks.expand_as(state.ids).contiguous()

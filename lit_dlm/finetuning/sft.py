@@ -2,9 +2,10 @@
 
 Read :meth:`SFTModule.training_step` first; all other fine-tuning keeps its steps and replaces some.
 TABOM (``tabom.py``) has states and a second loss of its own, dParallel (``dparallel.py``) states,
-scores and losses, D2F (``d2f.py``) states and a teacher, editing (``editing.py``) states, DPO
-(``dpo.py``) a loss of pairs. A masked diffusion model learns to predict hidden tokens from those
-around them, so what is new beside an autoregressive model is step 1: which tokens are hidden.
+scores and losses, D2F (``d2f.py``) states and a teacher, editing (``editing.py``) states, the
+hybrid (``hybrid.py``) more scores and a second loss, DPO (``dpo.py``) a loss of pairs. A masked
+diffusion model learns to predict hidden tokens from those around them, so what is new beside an
+autoregressive model is step 1: which tokens are hidden.
 
 ``B`` responses of ``G`` positions have ``K`` states, in which ``N`` positions are predicted.
 """
@@ -211,5 +212,5 @@ def _non_finite_samples(batch: SupervisedBatch, states: States, stats: TokenStat
     """Returns uids of samples with scores that are not finite; all uids if no score is to blame."""
     bad = ~(torch.isfinite(stats.ce.detach()) & torch.isfinite(stats.entropy.detach()))
     state, _ = states.supervised.nonzero(as_tuple=True)  # in the order of the scores
-    rows = states.response[state[bad]].unique().tolist()
+    rows = states.response[state[bad[: len(state)]]].unique().tolist()
     return [batch.uids[row] for row in rows] or batch.uids

@@ -15,9 +15,9 @@ from lit_dlm.backbones.base import Rows
 from lit_dlm.backbones.visibility import (
     block_causal_visibility,
     block_numbers,
+    canvas_positions,
     first_column,
     hide_padding,
-    position_ids_for,
 )
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
@@ -83,13 +83,6 @@ def _hidden_prompt(prompt: Tensor, pad_mask: Tensor | None, states: States) -> T
     return (noise < states.prompt_rate) & (place >= 0)
 
 
-def _positions(clean: Tensor, pad_mask: Tensor | None, spec: BackboneSpec) -> Tensor:
-    """Returns ``(R, L)`` int64 position ids, which rows with a mask of their own must name."""
-    if pad_mask is not None:
-        return position_ids_for(pad_mask, spec.positions)
-    return torch.arange(clean.shape[1], device=clean.device).expand_as(clean)
-
-
 def _causal(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Rows:
     """Returns rows of next-token training."""
     if spec.shift != 1:
@@ -104,7 +97,7 @@ def _causal(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Rows:
         targets=clean,
         scored=F.pad(states.supervised, (batch.start, 0)),
         mask=block_causal_visibility(columns, pad_mask),  # blocks of one column
-        position_ids=_positions(clean, pad_mask, spec),
+        position_ids=canvas_positions(spec, clean, pad_mask),
         pictures=batch_pictures(batch.pictures),
     )
 
@@ -136,6 +129,9 @@ def _two_copies(batch: SupervisedBatch, states: States, hidden: Tensor, spec: Ba
     )
     if spec.whole_prompt:
         slots = replace(slots, blocks=slots.blocks.clamp_min(-1))
+    if spec.causal_context:  # each clean token is a block of its own, behind its noisy block
+        tokens = slots.source * ~slots.is_noisy
+        slots = replace(slots, blocks=slots.blocks * clean.shape[1] + tokens)
     if copies > 1:
         slots = slots.packed(copies)
     by_blocks = wants_block_mask(len(slots.source), device)
@@ -158,7 +154,7 @@ def _two_copies(batch: SupervisedBatch, states: States, hidden: Tensor, spec: Ba
         targets=targets,
         scored=spread(states.supervised),
         mask=slots.block_mask(used) if by_blocks else slots.visibility(used),
-        position_ids=slots.positions(_positions(clean, pad_mask, spec)),
+        position_ids=slots.positions(canvas_positions(spec, clean, pad_mask)),
         predictors=slots.predictors() if spec.shift else None,
         pictures=batch_pictures(batch.pictures),
     )
@@ -227,11 +223,10 @@ class Slots:
         """
         if pad_mask is None:
             pad_mask = torch.ones(1, length, dtype=torch.bool, device=device)
-        from_response = origin == "response"
-        blocks = block_numbers(
-            pad_mask, block_size, origin=response_start if from_response else None
-        )
-        early = 0 if from_response else min(block_size - 1, response_start)
+        begin, early = None, min(block_size - 1, response_start)
+        if origin == "response":
+            begin, early = response_start, 0
+        blocks = block_numbers(pad_mask, block_size, origin=begin)
         columns = torch.arange(length, device=blocks.device)
         noisy = columns[response_start - early :]
         source = torch.cat([columns, noisy])

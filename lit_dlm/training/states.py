@@ -12,16 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_dlm.config.components import Component
+from lit_dlm.system.options import refuse
 from lit_dlm.tensors.batches import TensorBatch
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
 
-LossWeight = Literal["none", "1/t", "1/num_targets", "1/length"]
-"""How the targets of a state are weighted. ``none``: every target of the batch alike. The others
-average over states: ``1/num_targets`` the mean of each state that has a target, ``1/length`` its
-sum divided by the length of the answer, ``1/t`` likewise with each target divided by its noise
-level (the bound of MDLM, 2406.07524, and LLaDA, 2502.09992). In the last two a state whose noise
-hid nothing counts as 0: without it the others would weigh too much."""
+LossWeight = Literal["none", "none/t", "1/t", "1/num_targets", "1/length"]
+"""How the targets of a state are weighted. ``none``: every target of the batch alike; ``none/t``:
+each divided by its noise level. The others average over states: ``1/num_targets`` the mean of each
+state that has a target, ``1/length`` its sum divided by the length of the answer, ``1/t`` likewise
+with each target divided by its noise level (the bound of MDLM, 2406.07524, and LLaDA, 2502.09992).
+In the last two a state whose noise hid nothing counts as 0: without it the others would weigh too
+much."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -120,16 +122,15 @@ def weighted_states(
     if weight == "1/num_targets":
         value = supervised / supervised.sum(1, keepdim=True).clamp_min(1)
         units = supervised.any(1).sum()
-    elif weight != "none":
+    elif weight in ("1/t", "1/length"):
         value = supervised / maskable.sum(1, keepdim=True).clamp_min(1)
         # In a bound, a state of an answer counts even if its noise hid nothing.
         units = maskable.any(1).sum()
-    if weight == "1/t":
+    if weight in ("1/t", "none/t"):
         if t is None:
-            raise ValueError("weight: '1/t' needs a noise level, which these states do not have")
-        assert value is not None
+            refuse("weight", "a rule without t, since these states have no noise level", weight)
         # A level of 0 hides nothing, so the limit never changes a target.
-        value = value / t.clamp_min(1e-6).float()
+        value = (supervised if value is None else value) / t.clamp_min(1e-6).float()
     return States(
         response=response, hidden=hidden, supervised=supervised, weight=value, units=units, **more
     )

@@ -84,6 +84,16 @@ _DENSE = {
 }  # fmt: skip
 FAST_DLLM: dict[str, Any] = {**_DENSE, "model_type": "Fast_dLLM_Qwen", "bd_size": 4}
 A2D: dict[str, Any] = {**_DENSE, "model_type": "a2d-qwen3", "head_dim": 12}
+NEMOTRON: dict[str, Any] = {
+    **{key: value for key, value in _DENSE.items() if key not in ("rope_theta", "pad_token_id")},
+    "model_type": "nemotron_labs_diffusion", "head_dim": 12, "rms_norm_eps": 1e-5, "block_size": 4,
+    "max_position_embeddings": 256, "bos_token_id": 2, "dlm_paradigm": "bidirectional",
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
 VARIANTS = {name: {**LLADA, **changes} for name, changes in _LLADA_CHANGES.items()} | {
     name: {**HF, **changes} for name, changes in _HF_CHANGES.items()
 }

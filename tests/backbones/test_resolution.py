@@ -116,6 +116,8 @@ def test_keys_have_the_names_of_their_files(layout: Any):
     assert whole_key("model.vision_tower.x.weight") is None
     assert whole_key("somewhere.else") == "somewhere.else"
     assert original_key("lm_head.weight", "llada") == "model.transformer.ff_out.weight"
+    adapter = "layers.3.self_attn.q_proj.lora_A.weight"
+    assert original_key(f"model.{adapter}", "nemotron") == f"encoder.{adapter}"
     for name, ours in (("ff_out", "down_proj"), ("ff_proj", "gate_proj")):
         for end in ("weight", "lora_A.weight"):
             key = f"model.transformer.blocks.7.{name}.{end}"

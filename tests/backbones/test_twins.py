@@ -42,11 +42,13 @@ def test_a_twin_is_a_model_of_its_family(release: str, tmp_path: Path):
         assert spec.mask_id == len(tokenizer) == 151665
     else:
         assert spec.family.removesuffix("_moe") in release.lower().replace("-", "_")
-        assert tokenizer.convert_ids_to_tokens(spec.mask_id) in FAMILIES[spec.family].mask_tokens
+        known = FAMILIES[spec.family].mask_tokens or ("<mask>",)  # by its id alone
+        assert tokenizer.convert_ids_to_tokens(spec.mask_id) in known
     turns = [{"role": "user", "content": "What is 12 + 30?"}]
     prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert tokenizer.decode(prompt).count("What is 12 + 30?") == 1
-    logits = backbone.denoise(torch.tensor([[*prompt, spec.mask_id, spec.mask_id]])).logits
+    canvas = torch.tensor([[*prompt, spec.mask_id, spec.mask_id]])
+    logits = backbone.denoise(canvas, response_start=len(prompt)).logits
     assert logits.shape[-1] == RELEASES[release].config["vocab_size"]
     assert logits[..., 0].isfinite().all()
 
@@ -76,7 +78,8 @@ def test_tokens_of_pictures_begin_behind_the_tokenizer(tmp_path: Path):
 def test_the_sizes_are_those_of_the_releases():
     """7,615,616,512 parameters of Dream, 8,015,581,184 of LLaDA, 494,032,768 of Qwen2.5-0.5B.
 
-    Of SDAR-30B-A3B as many as of Qwen3-30B-A3B, 30,532,122,624.
+    Of SDAR-30B-A3B as many as of Qwen3-30B-A3B, 30,532,122,624; of Nemotron-Labs-Diffusion-8B by
+    hand ``34 (4096 (2 * 4096 + 2 * 1024 + 3 * 14336) + 2 * 4096) + (2 * 131072 + 1) 4096``.
     """
 
     def count(release: str, **options: Any) -> int:
@@ -86,6 +89,7 @@ def test_the_sizes_are_those_of_the_releases():
     assert count(DREAM) == 7_615_616_512
     assert count(LLADA) == 8_015_581_184
     assert count("JetLM/SDAR-30B-A3B-Chat") == 30_532_122_624
+    assert count("nvidia/Nemotron-Labs-Diffusion-8B") == 8_489_553_920
     assert count(QWEN, spec_overrides={"mask_id": 0}) == 494_032_768
 
 

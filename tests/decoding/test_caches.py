@@ -83,7 +83,7 @@ class CountedBlockCache(d.BlockCache):
 
 @pytest.mark.parametrize("origin", ["sequence", "response"])
 @pytest.mark.parametrize("rule", ["static", "dynamic", "tracelock"])
-@pytest.mark.parametrize("changes", [{"shift": 0}, {"shift": 1}, SPARSE])
+@pytest.mark.parametrize("changes", [{"shift": 0}, {"shift": 1}, SPARSE, {"causal_context": True}])
 def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule, changes):
     """Prompts of 5, 1 and 7 tokens: with blocks from the sequence's start all rows differ.
 

@@ -79,6 +79,8 @@ def model_for(name: str, decoder: d.Decoder) -> HFBackbone:
     changes: dict[str, Any] = {"vocab_size": 97 if most is None else most[1], "edits_tokens": edits}
     if isinstance(decoder.window, d.PipelineWindow):
         changes |= {**in_blocks("response"), "block_size": blocks[0], "whole_prompt": True}
+    elif name == "nemotron":
+        changes |= {**in_blocks("response"), "block_size": 32, "causal_context": True}
     elif edits or (blocks is not None and blocks[1] == "sequence"):
         changes |= in_blocks("sequence")
         if blocks is not None:

@@ -30,7 +30,8 @@ def test_every_decode_file_parses_and_brings_its_cache(capsys: pytest.CaptureFix
         if entry["cache"]:
             caches.setdefault(entry["cache"]["class_path"].rsplit(".", 1)[1], []).append(name)
     assert {cache: " ".join(names) for cache, names in caches.items()} == {
-        "BlockCache": "block_dynamic block_static d2f dllm_rl_block_dynamic dllm_rl_block_static",
+        "BlockCache": "block_dynamic block_static d2f dllm_rl_block_dynamic dllm_rl_block_static "
+        "nemotron",
         "DualCache": "confidence_dual threshold_09_dual",
         "PrefixCache": "confidence_horizon_128 confidence_prefix dllm_rl_dream dllm_rl_llada "
         "threshold_09_prefix",

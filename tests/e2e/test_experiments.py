@@ -73,6 +73,7 @@ SPOKEN = {"<t5000>": "\\boxed{3}", "<t5001>": "\\boxed{4}", "<t5002>": "```pytho
 """Entries of a twin's vocabulary to what they read as instead: right and wrong answers."""
 LETTERS = {"<t5000>": "\\boxed{A}", "<t5001>": "\\boxed{B}"}
 """What twins say that are asked about pictures."""
+HEADS = ("lm_head.weight", "model.transformer.ff_out.weight", "diffusion_head.weight")
 SEEING = ("GSAI-ML/LLaDA-V", "Gen-Verse/MMaDA-8B-MixCoT")
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -98,7 +99,7 @@ def talkative(folder: Path, spoken_by: dict[str, str]) -> None:
         for key, tensor in tensors.items():
             if key.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight")):
                 tensor[:, 0] = 30.0
-            if key in ("lm_head.weight", "model.transformer.ff_out.weight"):
+            if key in HEADS:
                 tensor[:, 0] = 0.0
                 for token, value in bias.items():
                     if letters:  # both equally sure, so that groups have right and wrong ones

@@ -50,8 +50,9 @@ from tests.training.supervised import BLOCK, batch_of, sft, slow_log_probs, tabo
         BLOCK,
         {**BLOCK, "block_origin": "response"},
         {**BLOCK, "block_origin": "response", "whole_prompt": True},
+        {**BLOCK, "causal_context": True},
     ],
-    ids=["full", "block", "block_from_response", "whole_prompt"],
+    ids=["full", "block", "block_from_response", "whole_prompt", "causal_context"],
 )
 def test_loss_equals_direct_forwards_on_the_true_states(
     changes: dict[str, Any], shift: int, masking: Masking

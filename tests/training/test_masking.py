@@ -180,11 +180,19 @@ def test_reference_range_leaves_short_decodes_without_a_target() -> None:
 
 
 def test_weights_by_hand() -> None:
-    """Three targets of an answer of four cells: 1/3 each, or 1/4 each, at a level of 1/2 twice."""
+    """Three targets of an answer of four cells: 1/3 each, or 1/4 each, at a level of 1/2 twice.
+
+    Without a mean over states they count 1, at this level 2, and all of a batch are its units.
+    """
     supervised = torch.tensor([[True, True, True, False]])
     maskable = torch.ones(1, 4, dtype=torch.bool)
     level = torch.full((1, 4), 0.5)
-    for weight, wanted in {"1/num_targets": 1 / 3, "1/length": 1 / 4, "1/t": 1 / 2}.items():
+    for weight, wanted in {
+        "1/num_targets": 1 / 3,
+        "1/length": 1 / 4,
+        "1/t": 1 / 2,
+        "none/t": 2.0,
+    }.items():
         states = weighted_states(
             weight,  # type: ignore[arg-type]
             torch.zeros(1, dtype=torch.long),
@@ -194,6 +202,7 @@ def test_weights_by_hand() -> None:
             t=level,
         )
         torch.testing.assert_close(states.weight, supervised * wanted)
+        assert states.num_units() == (3 if weight == "none/t" else 1)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +213,10 @@ def test_weights_by_hand() -> None:
         (lambda: SemiAutoregressive().states(responses()), "block_size"),
         (lambda: RandomMasking(level="block").states(responses()), "level"),
         (lambda: TraceMasking(rows_per_sample=0), "rows_per_sample"),
-        (lambda: TraceMasking(weight="1/t").states(responses()), "weight: '1/t' needs"),
+        (
+            lambda: TraceMasking(weight="1/t").states(responses()),
+            "weight: expected a rule without t",
+        ),
     ],
 )
 def test_bad_settings_are_named(make: Any, message: str) -> None:
