@@ -61,9 +61,8 @@ def explain(message: str, parser: Parser | None = None) -> str:
     if match := _OPTION.search(line):
         name = match["flag"] or ".".join(filter(None, [match["group"], match["key"]]))
         name = name.partition(".init_args")[0]
-        # Nested classes are reported from the outside in; the option belongs to the innermost.
-        innermost = re.split("[,:]", value)[0]  # not that of an entry of a mapping
-        owners = re.findall(r"class_path[ =]'([^']+)'", f"{above} {innermost}")
+        # From the outside in; the innermost may be that of the value, but not of an entry of it.
+        owners = re.findall(r"class_path[ =]'([^']+)'", f"{above} {re.split('[,:]', value)[0]}")
         text = _without_option([*keys, name], owners, parser)
     elif _KIND.search(line):
         beside = [_KIND.search(lines[number][1]) for number in faults if lines[number][0] == depth]
@@ -121,14 +120,14 @@ def _translated(fault: str, value: str) -> str:
 
 def _without_option(path: Sequence[str], owners: Sequence[str], parser: Parser | None) -> str:
     """Says that the last of nested classes, or the command, has no such option, and what has."""
-    name, known = path[-1], set(parser.keys() if parser else ())
-    message, meant = f"unknown option '{name}'", name
+    name, parsers = path[-1], parser._all() if parser else []
+    known = {action.dest for one in parsers for action in one._actions if action.dest}
+    message, meant, head = f"unknown option '{name}'", name, name.partition(".")[0]
     if owners:
         kind: Any = locate(owners[-1])
         known = set(inspect.signature(kind).parameters if callable(kind) else ())
-        message = f"{owners[-1].rpartition('.')[2]} has no option '{name}'"
-        meant = name.partition(".")[0]
-    elif (head := name.partition(".")[0]) not in (heads := {one.split(".")[0] for one in known}):
+        message, meant = f"{owners[-1].rpartition('.')[2]} has no option '{name}'", head
+    elif head not in (heads := {one.split(".")[0] for one in known}):
         if head in ("model", "data"):
             return "--config: expected a decode file (configs/decode), got an experiment"
         known, meant = heads, head
@@ -192,10 +191,6 @@ class Parser(LightningArgumentParser):
     def _check_value_key(self, action: Any, value: Any, *rest: Any, **options: Any) -> Any:
         # Takes dataclasses within apart; settings that two classes share are parsed again.
         return super()._check_value_key(action, deepcopy(value), *rest, **options)
-
-    def keys(self) -> list[str]:
-        """Returns the options of the command, such as ``trainer.max_steps``."""
-        return [action.dest for one in self._all() for action in one._actions if action.dest]
 
     def _all(self) -> list[Parser]:
         commands = self._subcommands_action
