@@ -466,8 +466,8 @@ def advice(config: Mapping[str, Any], plan: Plan) -> str | None:
     more = 33 if plan.num_trained == plan.num_parameters else 50
     return (
         f"gradient_checkpointing: true multiplies {more} % more than selective, which takes "
-        f"{selective.most(number) / GIB:.2f} GiB on each of {number} instead of "
-        f"{plan.most(number) / GIB:.2f}"
+        f"{selective.most(number) / GIB:.3g} GiB on each of {number} instead of "
+        f"{plan.most(number) / GIB:.3g}"
     )
 
 

@@ -61,8 +61,8 @@ def explain(message: str, parser: Parser | None = None) -> str:
     if match := _OPTION.search(line):
         name = match["flag"] or ".".join(filter(None, [match["group"], match["key"]]))
         name = name.partition(".init_args")[0]
-        # Nested classes are reported from the outside in; the option belongs to the innermost.
-        owners = re.findall(r"class_path[ =]'([^']+)'", f"{above} {value.partition(',')[0]}")
+        # From the outside in; the innermost may be that of the value, but not of an entry of it.
+        owners = re.findall(r"class_path[ =]'([^']+)'", f"{above} {re.split('[,:]', value)[0]}")
         text = _without_option([*keys, name], owners, parser)
     elif _KIND.search(line):
         beside = [_KIND.search(lines[number][1]) for number in faults if lines[number][0] == depth]
@@ -101,6 +101,9 @@ def _translated(fault: str, value: str) -> str:
         bases = [
             one for one in Component.__subclasses__() if one.__name__ == match["base"] or one in mro
         ]
+        if kind in bases:  # taken where a part that has no class yet is given an option
+            option = re.sub(r"NestedArg\(key='(.*)', val='(.*)'\)", r"\1 \2", value)
+            return f"expected a class's name before its options, got {option}"
         if bases and isinstance(kind, type):
             return difference(kind, bases[0]) or fault
     name = re.search(r"(?:No module named '|import path format: )([\w/-]+)", fault)
@@ -108,6 +111,8 @@ def _translated(fault: str, value: str) -> str:
         return f"there is no file '{name[1]}.yaml'"
     if match := re.search(r"No module named '([^']+)'", fault):
         return f"no module '{match[1]}' is installed or in {os.getcwd()}, the working folder"
+    if match := re.match(r"Not of type (\w+)Int: (?:.* base 10: )?(\S+)", fault):
+        return f"expected a whole number, {int(match[1] == 'Positive')} or more, got {match[2]}"
     if match := re.match(r"Not a valid subclass of (\w+)", fault):
         return f"expected a {match[1]}: a class's name, or class_path and init_args alone"
     return fault.replace(". Got value: ", ", got ")
@@ -115,20 +120,23 @@ def _translated(fault: str, value: str) -> str:
 
 def _without_option(path: Sequence[str], owners: Sequence[str], parser: Parser | None) -> str:
     """Says that the last of nested classes, or the command, has no such option, and what has."""
-    name, known = path[-1], set(parser.keys() if parser else ())
-    message, meant = f"unknown option '{name}'", name
+    name, parsers = path[-1], parser._all() if parser else []
+    known = {action.dest for one in parsers for action in one._actions if action.dest}
+    message, meant, head = f"unknown option '{name}'", name, name.partition(".")[0]
     if owners:
         kind: Any = locate(owners[-1])
         known = set(inspect.signature(kind).parameters if callable(kind) else ())
-        message = f"{owners[-1].rpartition('.')[2]} has no option '{name}'"
-    elif (head := name.partition(".")[0]) not in (heads := {one.split(".")[0] for one in known}):
+        message, meant = f"{owners[-1].rpartition('.')[2]} has no option '{name}'", head
+    elif head not in (heads := {one.split(".")[0] for one in known}):
         if head in ("model", "data"):
             return "--config: expected a decode file (configs/decode), got an experiment"
         known, meant = heads, head
     # The same name elsewhere in the configuration: likely it was put one level too high or too low.
     at = re.compile(rf".+\.{re.escape(name)}(\.\w+)?")
     elsewhere = [one for one in _settings(parser.values if parser else {}) if at.fullmatch(one)]
-    if others := [one for one in elsewhere if not f"{one}.".startswith(f"{'.'.join(path)}.")][:4]:
+    # The misspelt one is there, too, behind the name of its decoder, which the path lacks.
+    names, own = re.compile(r"\b(decoders|sweep)\.\w+"), f"{'.'.join(path)}."
+    if others := [one for one in elsewhere if not names.sub(r"\1", f"{one}.").startswith(own)][:4]:
         return f"{message}; did you mean {' or '.join(map(repr, others))}?"
     return message + nearest(meant, known - {"args", "kwargs", name})
 
@@ -183,10 +191,6 @@ class Parser(LightningArgumentParser):
     def _check_value_key(self, action: Any, value: Any, *rest: Any, **options: Any) -> Any:
         # Takes dataclasses within apart; settings that two classes share are parsed again.
         return super()._check_value_key(action, deepcopy(value), *rest, **options)
-
-    def keys(self) -> list[str]:
-        """Returns the options of the command, such as ``trainer.max_steps``."""
-        return [action.dest for one in self._all() for action in one._actions if action.dest]
 
     def _all(self) -> list[Parser]:
         commands = self._subcommands_action

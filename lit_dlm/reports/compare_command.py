@@ -84,7 +84,9 @@ def method_pairs(
     if a and b:
         pairs = [(task, a, b) for task, one, two in both if a in one and b in two]
     else:
-        pairs = _of_equal_name(both) or _only_ones(both)
+        pairs = [(task, name, name) for task, one, two in both for name in one if name in two]
+        # Two fine-tunings may each name their single method after themselves.
+        pairs = pairs or [(task, one[0], two[0]) for task, one, two in both if len(one + two) == 2]
     if not pairs:
         wanted = f"{a!r} of A and {b!r} of B" if a else "methods of equal name, or --a and --b,"
         raise ValueError(
@@ -92,15 +94,6 @@ def method_pairs(
             f"{second.folder.parent} has {_listed(of_b)}"
         )
     return pairs
-
-
-def _of_equal_name(both: list[tuple[str, list[str], list[str]]]) -> list[tuple[str, str, str]]:
-    return [(task, name, name) for task, one, two in both for name in one if name in two]
-
-
-def _only_ones(both: list[tuple[str, list[str], list[str]]]) -> list[tuple[str, str, str]]:
-    # Two fine-tunings may each name their single method after themselves.
-    return [(task, one[0], two[0]) for task, one, two in both if len(one) == len(two) == 1]
 
 
 def _methods(results: ResultFolder) -> dict[str, list[str]]:

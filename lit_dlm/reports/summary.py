@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.reports.results import ResultFolder, ResultRow
+from lit_dlm.system.json_lines import parsed_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +146,8 @@ def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSumm
 def summarise_run(run: Path) -> list[MethodSummary]:
     """Summaries of a run folder, at least one; methods in the order of its own ``summary.json``."""
     path = run / "summary.json"
-    order = [record["method"] for record in json.loads(path.read_text())] if path.exists() else []
-    summaries = summarise_folder(run / "results", order)
+    listed = parsed_json(str(path), path.read_bytes()) if path.exists() else []
+    summaries = summarise_folder(run / "results", [record["method"] for record in listed])
     if not summaries:
         raise ValueError(f"{run}: expected a run folder with results, found none")
     return summaries

@@ -50,7 +50,7 @@ class Part(BaseModel):
 class Message(BaseModel):
     """A turn of a chat."""
 
-    role: str
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: str | list[Part]
 
     def turn(self) -> dict[str, str]:

@@ -105,7 +105,7 @@ class Engine(WorkQueue):
         self._with(settings)
         vocab_size, mask_id = self.backbone.vocab_size, self.backbone.spec.mask_id
         if not ids or not all(0 <= one < vocab_size and one != mask_id for one in ids):
-            raise ValueError(f"prompt: expected token ids below {vocab_size}, and no mask")
+            raise ValueError(f"prompt: expected one or more ids below {vocab_size}, and no mask")
         positions = self.backbone.architecture.max_positions
         most, why = prompt_limit(self.backbone, settings.response_length, positions)
         if len(ids) > most:

@@ -51,6 +51,8 @@ class Allowance:
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields the lines that are not blank, with numbers from 1; ``.gz`` files are unpacked."""
+    if path.is_dir() or not path.exists():
+        raise ValueError(f"{path}: there is no such file")
     number, allowance = 0, Allowance(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:

@@ -78,7 +78,7 @@ class TraceLockModule(DecodeModule):
     Args:
         backbone: the frozen denoiser; it runs only where features are recomputed.
         policy: folder of a policy to start from, or to validate; ``null`` starts from random
-            weights. It keeps its projector, its sizes and what it sees.
+            weights. It keeps its projector; another ``head`` or ``settings`` is refused.
         projector: folder of the projector that made (or will make) the features, for random
             weights.
         settings: what the network is shown; must match stored features.

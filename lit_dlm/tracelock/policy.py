@@ -253,6 +253,9 @@ def scorer_to_train(
         scorer = TraceLockPolicy(policy).scorer  # of a folder or the hub
         check_facts("acceptance policy", scorer.backbone, facts)
         scorer.backbone = facts  # a released one knows fewer
+        for name, own in (("head", scorer.head.config), ("settings", scorer.settings)):
+            if options.get(name) not in (None, own):
+                refuse(name, f"null, or that of policy, which it keeps ({own})", options[name])
         return scorer
     if projector is None:
         refuse("policy", "a folder to start from, or a projector", "none")

@@ -198,7 +198,7 @@ def test_keeping_products_is_advised_where_they_fit(
     whole = config(gradient_checkpointing=True, data=data, **model)
     plan = of(whole)
     more = 6 * 10**6 * 4 * ((D + D // 2 + D // 2 + D + D) + (2 * INNER + D))
-    sizes = f"{(plan.most() + more) / GIB:.2f} GiB on each of 1 instead of {plan.most() / GIB:.2f}"
+    sizes = f"{(plan.most() + more) / GIB:.3g} GiB on each of 1 instead of {plan.most() / GIB:.3g}"
     told = f"true multiplies {percent} % more than selective, which takes {sizes}"
     for capacity, line in ((None, told), (plan.most() + more, told), (plan.most(), None)):
         monkeypatch.setattr("lit_dlm.commands.memory.device_bytes", lambda _, size=capacity: size)

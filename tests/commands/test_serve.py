@@ -160,6 +160,11 @@ REFUSED = [
     ({"model": "tiny"}, 400, "messages: Field required"),
     ({"model": "tiny", "messages": []}, 400, "messages: List should have at least 1 item"),
     ({"model": "tiny", "messages": [{"role": "user"}]}, 400, "messages.0.content: Field required"),
+    (
+        {"model": "tiny", "messages": [{"role": "usr", "content": "Hi"}]},
+        400,
+        "messages.0.role: Input should be 'developer', 'system', 'user'",
+    ),
     ([], 400, "body: Input should be an object, got []"),
     (asked("Hi", metadata={"a": "b"}, logit_bias={}, presence_penalty=0), 200, ""),
 ]
@@ -188,7 +193,7 @@ def test_bodies_that_are_no_requests_are_refused(server, client, tiny):
     assert problem(content=b"{}", headers={"content-type": "text/plain"})[0] == 415
     mask = tiny["backbone"].spec.mask_id
     for prompt in ([], "", [[]], [mask], [10**6], [-1]):
-        with pytest.raises(openai.BadRequestError, match="prompt: expected"):
+        with pytest.raises(openai.BadRequestError, match="prompt: expected one or more ids"):
             client.completions.create(model="tiny", prompt=prompt)
     with pytest.raises(openai.APIStatusError, match="body: expected at most") as large:
         client.chat.completions.create(**asked("x" * 100_000_000))

@@ -83,6 +83,12 @@ def test_folder_summary_follows_the_given_order(tmp_path: Path):
     assert [s.method for s in summaries] == ["gamma", "alpha", "beta"]
 
 
+def test_a_damaged_summary_is_named(tmp_path: Path):
+    (tmp_path / "summary.json").write_text("[{")
+    with pytest.raises(ValueError, match=r"summary\.json: not valid JSON"):
+        summary.summarise_run(tmp_path)
+
+
 def test_methods_of_one_family_share_a_curve():
     # With a hyphen and a point as results of 0.1 name it.
     for name in ("threshold-0.95", "threshold_095", "threshold_1", "tracelock_0.9995", "entropy"):

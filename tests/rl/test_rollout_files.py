@@ -136,6 +136,9 @@ def test_files_must_have_as_many_responses_as_are_asked_for(tmp_path: Path) -> N
         read(written(tmp_path, *rows), rl, size=2)
     with pytest.raises(ValueError, match=r"expected at most 0, as .*rows\.jsonl have"):
         read(written(tmp_path), rl)
+    for name in ("no.jsonl", "."):
+        with pytest.raises(ValueError, match=rf"{tmp_path / name}: there is no such file$"):
+            read(tmp_path / name, rl)
 
 
 @pytest.mark.slow

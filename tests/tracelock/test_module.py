@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,12 @@ def test_a_folder_is_trained_further_and_validated_without_a_checkpoint(
     assert (after.head.config, after.backbone) == (HEAD, again.scorer.backbone)
     with pytest.raises(ValueError, match=r"^policy: expected a folder to start from, or a proj"):
         module(projector=None)
+    others = {"head": replace(HEAD, num_layers=3), "settings": ScorerSettings(layout="all")}
+    for name, other in others.items():
+        with pytest.raises(
+            ValueError, match=rf"^{name}: expected null, or that of policy, .* got "
+        ):
+            module(**{**start, name: other})
     plain = ScorerSettings(features=FeatureSettings(log_odds=False))
     with pytest.raises(ValueError, match=r"^data\.source: expected tokens, .* got features"):
         trainer(tmp_path / "plain").fit(module(settings=plain), data(shards))

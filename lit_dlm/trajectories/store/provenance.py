@@ -111,7 +111,7 @@ class RunRecord:
             groups = {name: dict(stored[name]) for name in (*ESSENTIAL, "software", "hardware")}
             return cls(**groups)
         except STRANGE as error:
-            raise TrajectoryFormatError(f"{where}: not a run record: {error!r}") from error
+            raise TrajectoryFormatError(f"{where}: not a run record: {error}") from error
 
 
 def run_of_shard(shard: Path) -> tuple[RunRecord, str]:
