@@ -42,6 +42,7 @@ def test_pages_have_what_hooks_and_docstrings_add(site: Path):
     assert "<strong>masked diffusion language models</strong>" in texts["."]  # README
     assert 'data-hardware="CPU">benchmark_tiny' in texts["reference/recipes"]
     assert 'id="lit_dlm.rl.step.rl_step"' in texts["reference/rl"]
+    assert "differs between RL steps" in texts["reference/rl"]  # a comment behind a field
     assert "stack_dark.png#only-dark" in texts["results/stack"]
     term = re.compile(r'<a href="../../concepts/glossary/#records" title="a trajectory that')
     assert len(term.findall(texts["how-to/tracelock"])) == 1  # where it first stands

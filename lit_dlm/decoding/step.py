@@ -60,7 +60,7 @@ def decide(
     policy, sampler, rules = decoder.policy, decoder.sampler, decoder.settings
     assert decoder.window is not None  # see Decoder.on
     # 1. The window: where a row may write now.
-    view = decoder.window.view(state)
+    view = of_kind(decoder.window.view(state), WindowView, option="window.view")
     state, candidates = enter_block(state, view), view.candidates
     # 2. The forward, of the window's columns. What the policy remembers may change the logits.
     columns = columns_to_predict(state, view, requires)

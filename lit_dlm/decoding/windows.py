@@ -22,7 +22,9 @@ class WindowView:
     """The part of the canvas that a step looks at."""
 
     candidates: Tensor  # (b, L) bool: masked cells that may be committed now
-    columns: Tensor  # (b, K) int64 columns whose logits are needed; covers the candidates
+    # (b, K) int64 columns whose logits are needed, from the window's first one on; they cover the
+    # candidates, and a row with fewer repeats one
+    columns: Tensor
     block: Tensor  # (b,) int64 number of the block a row is in
     num_blocks: int  # blocks in the whole response
 
@@ -54,11 +56,13 @@ class Window(Component):
         """Returns first column and end of the block around a row's leftmost mask, for caches.
 
         Args:
+            column: that of the mask; ``start`` is that of the response.
+            length: columns of the canvas.
             first: column of the row's first real token.
         """
         raise ValueError(
             f"cache: {type(self).__name__} has no blocks at whose start a cache could be "
-            "refreshed; expected BlockWindow or FullWindow"
+            "refreshed; expected BlockWindow, FullWindow or one that has a method bounds"
         )
 
     def reach(self, state: DecodeState) -> Tensor:

@@ -26,8 +26,8 @@ Problem = tuple[PromptExample, list[int]]
 class RolloutPrompt:
     """One response to decode."""
 
-    example: PromptExample
-    prompt_ids: list[int]
+    example: PromptExample  # the problem
+    prompt_ids: list[int]  # with the chat template
     uid: str  # of the response; differs between RL steps, so that their noise does
     meta: Mapping[str, Any]  # for the record: RL step, number of the prompt and of the response
     response_length: int  # cells of the response

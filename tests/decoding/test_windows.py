@@ -156,6 +156,11 @@ def test_steps_of_the_release_may_be_more_than_masks():
     assert int(result.num_steps[0]) == 24  # eight of the second block, which begins at step 16
 
 
+class Masked(d.BlockWindow):
+    def view(self, state):
+        return state.masked
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -165,8 +170,9 @@ def test_steps_of_the_release_may_be_more_than_masks():
         (lambda: fast(SteppedBlockWindow(24), torch.zeros(65, 8)), "multiple of 24 tokens"),
         (
             lambda: SteppedBlockWindow().bounds(3, start=1, length=9, first=0),
-            "expected BlockWindow or FullWindow",
+            "expected BlockWindow, FullWindow or one that has a method bounds",
         ),
+        (lambda: fast(Masked(), torch.zeros(9, 8)), "window.view: expected WindowView, got Tensor"),
     ],
 )
 def test_what_gives_no_windows_is_refused(make, message):

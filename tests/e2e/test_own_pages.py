@@ -81,7 +81,7 @@ def run(page: str, told: Callable[[], str], *, in_full: bool) -> None:
 
 def less(words: list[str], page: str) -> list[str]:
     added = [flag for name, flags in SMALLER.items() if name in words for flag in flags]
-    if page == "own_policy" and "predict" in words:
+    if page in ("own_policy", "own_window") and "predict" in words:
         added += [f"--data.tasks={problems(ROWS)}"]
     return [*words, *added]
 

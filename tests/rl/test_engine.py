@@ -1,5 +1,6 @@
 """Rollouts of other engines: records from tokens and steps, what is refused, equal training."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,20 @@ def test_an_engine_that_decodes_as_the_loop_trains_as_the_loop(tmp_path: Path) -
     assert metrics[0]["rollout/mismatch"] == metrics[1]["rollout/mismatch"] < 1e-6
     weights = trained(theirs)
     assert all(weight.equal(weights[name]) for name, weight in trained(ours).items())
+
+
+def test_what_generate_records_is_taken_as_it_is() -> None:
+    """By the engine that the page shows."""
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "own_engine.md"
+    found: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0], found)
+    rl = learner().eval()
+    source = OnlineRollouts(rl, ["random"], rollout_data(engine=found["DraftEngine"]()))
+    records = [one.record for one in source.collect(0, 0, version=0, ranks=Ranks()).scored]
+    source.close()
+    assert {one.meta["engine"] for one in records} == {"DraftEngine"}
+    assert not any(MASK in one.tokens for one in records)
+    assert len({one.prompt_ids.tobytes() for one in records}) > 1
 
 
 def cut(record: Trajectory) -> Trajectory:
