@@ -6,7 +6,7 @@ that it comes from decodes these blocks with full attention and a dual or prefix
 at a threshold, and rows end with their text.
 
     python experiments/d2f.py --out runs/d2f  # makes what is missing
-    python experiments/d2f.py                 # prints the table of the kept results
+    python experiments/d2f.py                 # prints the tables of the kept results
 
 Parts that are on disk are not made again.
 """
@@ -45,7 +45,7 @@ SCHEMA = pa.schema(
 
 
 def main() -> None:
-    """Makes what is missing, then prints the table."""
+    """Makes what is missing, then prints the tables."""
     options = parser(__doc__, 0, 1, 2).parse_args()
     if options.out:
         runs = [("teacher", 0, evaluate(options.out / "teacher", TEACHER))]
@@ -55,7 +55,7 @@ def main() -> None:
             runs.append(("student", seed, evaluate(folder / "decodes", STUDENT, folder)))
         KEPT.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(collected(runs), KEPT, compression="zstd", compression_level=19)
-    print(report(pq.read_table(KEPT)))
+    print(markdown(pq.read_table(KEPT)))
 
 
 def train(folder: Path, seed: int) -> None:
@@ -127,12 +127,12 @@ def collected(runs: Sequence[tuple[str, int, Path]]) -> pa.Table:
     return pa.table(columns, schema=SCHEMA)
 
 
-def report(decodes: pa.Table) -> str:
-    """Returns both tables."""
-    return f"{equal_table(decodes)}\n{markdown(decodes)}"
-
-
 def markdown(decodes: pa.Table) -> str:
+    """Returns both tables."""
+    return f"{equal_table(decodes)}\n{every_table(decodes)}"
+
+
+def every_table(decodes: pa.Table) -> str:
     """Returns a table of per cent right and tokens a forward."""
     lines: list[Sequence[str]] = [["task", "model, window", *(str(one) for one in THRESHOLDS)]]
     frame = decodes.to_pandas()
