@@ -80,7 +80,7 @@ def method_pairs(
 ) -> list[tuple[str, str, str]]:
     """(task, method of A, method of B): those named, those of equal name, or a task's only ones."""
     of_a, of_b = _methods(first), _methods(second)
-    both = [(task, of_a[task], of_b[task]) for task in of_a if task in of_b]
+    both = [(task, of_a[task], of_b[task]) for task in sorted(of_a.keys() & of_b)]
     if a and b:
         pairs = [(task, a, b) for task, one, two in both if a in one and b in two]
     else:
