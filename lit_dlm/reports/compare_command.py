@@ -42,9 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     command.add_argument("--a", metavar="METHOD", help="method of A")
     command.add_argument("--b", metavar="METHOD", help="method of B")
     command.add_argument("--json", action="store_true", help="print one JSON list instead")
-    command.add_argument(
-        "--out", type=Path, metavar="FILE", help="also write the table as Markdown"
-    )
+    command.add_argument("--out", type=Path, metavar="FILE", help="also write it as Markdown")
     options = command.parse_args(list(arguments))
     is_one_run = options.first.resolve() == options.second.resolve()
     if (options.a is None) != (options.b is None) or (is_one_run and options.a is None):
