@@ -47,10 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     is_one_run = options.first.resolve() == options.second.resolve()
     if (options.a is None) != (options.b is None) or (is_one_run and options.a is None):
         command.error("--a and --b: give both, as for two methods of one run, or neither")
-    first, second = (
-        ResultFolder(path if path.name == "results" else path / "results")
-        for path in (options.first, options.second)
-    )
+    pair = options.first, options.second
+    first, second = (ResultFolder(x if x.name == "results" else x / "results") for x in pair)
     pairs = method_pairs(first, second, a=options.a, b=options.b)
     compared = [compare_rows(first.rows(task, a), second.rows(task, b)) for task, a, b in pairs]
     # Over all of them: whoever looks at ten comparisons finds one with p < 0.1 by chance.
