@@ -90,6 +90,7 @@ MISTAKES = [
     (f"{PREDICT} --run_dir '${{oops'", "run_dir: expected references like ${run_dir}, got no viab"),
     (f"{PREDICT} --model.seed '${{oc.env:NOT_SET}}'",
      "model.seed: expected the environment variable NOT_SET, which is not set"),
+    (f"{PREDICT} --run_dir ''", "run_dir: expected a folder, got none"),
     (f"{PREDICT} --run_dir own.py", "run_dir: own.py cannot be written to (File exists)"),
     # keys
     (f"{PREDICT} --config top", "unknown option 'modle.seed'; did you mean 'model'?"),

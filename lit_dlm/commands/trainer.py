@@ -58,9 +58,7 @@ class CLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--run_dir", type=str, help="Folder that receives all results.")
-        parser.add_argument(
-            "--tf32", type=bool, default=False, help="Whether GPUs multiply float32 in TF32."
-        )
+        parser.add_argument("--tf32", type=bool, default=False, help="Whether GPUs may use TF32.")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         assert isinstance(parser, Parser)
@@ -175,6 +173,8 @@ def _check_port(trainer: Trainer) -> None:
 
 
 def _check_fit(command: str, options: Namespace) -> None:
+    if not options.run_dir:  # of a shell's variable that is not set; results would go to the root
+        refuse("run_dir", "a folder", "none")
     for key, needed in _NEEDED.get(command, {}).items():
         kind: Any = locate(options[key].class_path)
         if getattr(kind, needed) is getattr(_BASES[key], needed):

@@ -94,18 +94,8 @@ def _translated(fault: str, value: str) -> str:
         if match[1] in NAMES:
             return f"expected a class of another kind, got {match[1]}"
         return f"unknown class '{match[1]}'{nearest(match[1], NAMES)}"
-    if match := _COMPONENT.search(fault):
-        kind = locate((match["path"] or match["abstract"] or value).strip())
-        # Without a name in the message, the base that the class derives from was meant.
-        mro = [] if match["base"] else getattr(kind, "__mro__", [])
-        bases = [
-            one for one in Component.__subclasses__() if one.__name__ == match["base"] or one in mro
-        ]
-        if kind in bases:  # taken where a part that has no class yet is given an option
-            option = re.sub(r"NestedArg\(key='(.*)', val='(.*)'\)", r"\1 \2", value)
-            return f"expected a class's name before its options, got {option}"
-        if bases and isinstance(kind, type):
-            return difference(kind, bases[0]) or fault
+    if (match := _COMPONENT.search(fault)) and (lack := _lack(match, value)):
+        return lack
     name = re.search(r"(?:No module named '|import path format: )([\w/-]+)", fault)
     if name and f"{name[1]}.yaml" in value:
         return f"there is no file '{name[1]}.yaml'"
@@ -116,6 +106,18 @@ def _translated(fault: str, value: str) -> str:
     if match := re.match(r"Not a valid subclass of (\w+)", fault):
         return f"expected a {match[1]}: a class's name, or class_path and init_args alone"
     return fault.replace(". Got value: ", ", got ")
+
+
+def _lack(match: re.Match[str], value: str) -> str | None:
+    kind = locate((match["path"] or match["abstract"] or value).strip())
+    # Without a name in the message, the base that the class derives from was meant.
+    mro = [] if match["base"] else getattr(kind, "__mro__", [])
+    known = Component.__subclasses__()
+    bases = [one for one in known if one.__name__ == match["base"] or one in mro]
+    if kind in bases:  # taken where a part that has no class yet is given an option
+        option = re.sub(r"NestedArg\(key='(.*)', val='(.*)'\)", r"\1 \2", value)
+        return f"expected a class's name before its options, got {option}"
+    return difference(kind, bases[0]) if bases and isinstance(kind, type) else None
 
 
 def _without_option(path: Sequence[str], owners: Sequence[str], parser: Parser | None) -> str:
@@ -132,11 +134,11 @@ def _without_option(path: Sequence[str], owners: Sequence[str], parser: Parser |
             return "--config: expected a decode file (configs/decode), got an experiment"
         known, meant = heads, head
     # The same name elsewhere in the configuration: likely it was put one level too high or too low.
-    at = re.compile(rf".+\.{re.escape(name)}(\.\w+)?")
-    elsewhere = [one for one in _settings(parser.values if parser else {}) if at.fullmatch(one)]
-    # The misspelt one is there, too, behind the name of its decoder, which the path lacks.
-    names, own = re.compile(r"\b(decoders|sweep)\.\w+"), f"{'.'.join(path)}."
-    if others := [one for one in elsewhere if not names.sub(r"\1", f"{one}.").startswith(own)][:4]:
+    # It is where the path leads, too; that lacks the names of decoders.
+    own = re.sub(r"(decoders|sweep)\\\.", r"\g<0>\\w+\\.", re.escape(".".join(path)))
+    at = re.compile(rf"(?!{own}(\.|$)).+\.{re.escape(name)}(\.\w+)?")
+    settings = _settings(parser.values if parser else {})
+    if others := [one for one in settings if at.fullmatch(one)][:4]:
         return f"{message}; did you mean {' or '.join(map(repr, others))}?"
     return message + nearest(meant, known - {"args", "kwargs", name})
 

@@ -42,17 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     command.add_argument("--a", metavar="METHOD", help="method of A")
     command.add_argument("--b", metavar="METHOD", help="method of B")
     command.add_argument("--json", action="store_true", help="print one JSON list instead")
-    command.add_argument(
-        "--out", type=Path, metavar="FILE", help="also write the table as Markdown"
-    )
+    command.add_argument("--out", type=Path, metavar="FILE", help="also write it as Markdown")
     options = command.parse_args(list(arguments))
     is_one_run = options.first.resolve() == options.second.resolve()
     if (options.a is None) != (options.b is None) or (is_one_run and options.a is None):
         command.error("--a and --b: give both, as for two methods of one run, or neither")
-    first, second = (
-        ResultFolder(path if path.name == "results" else path / "results")
-        for path in (options.first, options.second)
-    )
+    pair = options.first, options.second
+    first, second = (ResultFolder(x if x.name == "results" else x / "results") for x in pair)
     pairs = method_pairs(first, second, a=options.a, b=options.b)
     compared = [compare_rows(first.rows(task, a), second.rows(task, b)) for task, a, b in pairs]
     # Over all of them: whoever looks at ten comparisons finds one with p < 0.1 by chance.
@@ -80,7 +76,7 @@ def method_pairs(
 ) -> list[tuple[str, str, str]]:
     """(task, method of A, method of B): those named, those of equal name, or a task's only ones."""
     of_a, of_b = _methods(first), _methods(second)
-    both = [(task, of_a[task], of_b[task]) for task in of_a if task in of_b]
+    both = [(task, of_a[task], of_b[task]) for task in sorted(of_a.keys() & of_b)]
     if a and b:
         pairs = [(task, a, b) for task, one, two in both if a in one and b in two]
     else:
