@@ -126,9 +126,8 @@ class EpochPlan(Plan):
 
     def _shuffled(self, ends: NDArray[np.integer], rng: np.random.Generator) -> NDArray[np.int64]:
         """Positions in ``blocks`` in the order of one pass; readers change at ``ends``."""
-        # With ten million examples an array takes tens of megabytes: none is kept for long.
-        # Sorted by group and then by a random key: a shuffle within groups without a loop over
-        # them.
+        # With ten million examples an array takes tens of megabytes: none is kept for long. Sorted
+        # by group and then by a random key: a shuffle within groups without a loop over them.
         key = rng.random(len(self.blocks))
         names = np.unique(self.blocks)
         ranks = rng.permutation(len(names)).astype(np.int32)

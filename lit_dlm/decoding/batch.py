@@ -169,9 +169,8 @@ class Batch:
         present = {row for row, status in enumerate(self.status) if status == RUNNING}
         longest = max(self.rows[row].prompt_length for row in present.union(ended))
         # Prompts are padded on the left so that responses begin in one column: a window, a quota or
-        # a layout then needs no offset for each row.
-        # For prompts of other lengths the canvas grows on the left, or shrinks if at least an
-        # eighth of it would be padding in every row.
+        # a layout then needs no offset for each row. For prompts of other lengths the canvas grows
+        # on the left, or shrinks if at least an eighth of it would be padding in every row.
         by = longest - state.start
         by = by if by > 0 or -8 * by >= state.ids.shape[1] else 0
         pad_id = self._backbone.spec.pad_id

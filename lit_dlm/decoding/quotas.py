@@ -74,8 +74,7 @@ class EvenQuota(_StepsQuota):
     A block with ``m`` masks and ``S`` steps commits ``m // S`` per step and one more in the first
     ``m % S`` steps (LLaDA, arXiv 2502.09992, reference sampler; the static remasking of dLLM-RL's
     block sampler, whose ``S`` is given per block, and which divides the length of a block that
-    begins in the prompt). ``steps`` must be a multiple of the number of
-    blocks.
+    begins in the prompt). ``steps`` must be a multiple of the number of blocks.
     """
 
     def check(self, window: Window) -> None:

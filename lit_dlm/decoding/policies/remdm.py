@@ -16,10 +16,9 @@ class ReMDMPolicy(CommitPolicy):
 
     Each step commits the most probable proposals of its quota until a share of the block is written
     (``alpha(t_on)`` of ReMDM-loop); then, for some steps, as many tokens are taken back as the next
-    step writes, so that the share stays (``alpha_s = alpha_t``); then the rest is written.
-    The tokens taken back are those least probable when they were written; as in the release,
-    nothing is drawn. A token that is taken back in the step that would have written it is not
-    written at all.
+    step writes, so that the share stays (``alpha_s = alpha_t``); then the rest is written. The
+    tokens taken back are those least probable when they were written; as in the release, nothing is
+    drawn. A token that is taken back in the step that would have written it is not written at all.
 
     Args:
         remasked: tokens that a step of the loop takes back; the release uses 1 and 4.
