@@ -28,26 +28,21 @@ class ForwardPrice(Reward):
 
 @dataclass(frozen=True, kw_only=True)
 class PriceConstraint:
-    """Lowers the price of a forward while an accuracy of validation is below that of the start."""
+    """Halves the price of a forward while an accuracy of validation is below that of the start."""
 
     margin: float = 0.01
     """How much less than at the start an accuracy may be."""
-    rate: float = 1.0
-    """By 1 + rate a validation divides the price if one is too low, and else multiplies it."""
 
     def __post_init__(self) -> None:
-        within("[0, inf)", of="constraint.", margin=self.margin, rate=self.rate)
+        within("[0, inf)", of="constraint.", margin=self.margin)
 
     def next(
         self, price: float, start: Mapping[str, float], now: Mapping[str, float], *, most: float
     ) -> float:
-        """Returns the price after a validation, at most that of the start.
-
-        ``start`` and ``now`` are accuracies by name.
-        """
+        """Returns the price after a validation, ``most`` at most; accuracies are by name."""
         # Of each window, for a mean could rise while one pays. The rest is rounding's.
         holds = all(now[name] >= least - self.margin - 1e-9 for name, least in start.items())
-        return min(price * (1.0 + self.rate), most) if holds else price / (1.0 + self.rate)
+        return min(2 * price, most) if holds else price / 2
 
 
 class RightAndFast(Reward):

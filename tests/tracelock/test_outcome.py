@@ -386,7 +386,7 @@ def held(
     folder: Path, accuracies: list[float], *, steps: int, resume: Path | None = None
 ) -> tuple[list[float], AcceptanceScorer]:
     """Prices of the RL steps of a run whose validations find these accuracies, and the policy."""
-    module = actor(family=WORDS, constraint=PriceConstraint(margin=0.0, rate=1.0))
+    module = actor(family=WORDS, constraint=PriceConstraint(margin=0.0))
     data = rollout_data(rewards=[DigitReward(), Graded(), ForwardPrice(0.02)], val_tasks=TASKS)
     prices: list[float] = []
 
