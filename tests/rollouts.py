@@ -42,6 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "block from the sequence": {"attention": "block", "block_size": 3},
     "shifted block": {"attention": "block", "block_size": 3, "shift": 1},
     "block from the response": {"attention": "block", "block_size": 3, "block_origin": "response"},
+    "causal context": {"attention": "block", "block_size": 3, "causal_context": True},
     "experts": EXPERTS,
 }
 """Architecture settings of every kind of attention and alignment."""

@@ -301,7 +301,7 @@ _FAST_DLLM = replace(
 
 
 def _as_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Translates Ministral 3, which scales the queries of positions behind its original ones."""
+    """Translates Ministral 3, a Llama up to its original length; behind it, it scales queries."""
     rope = {**config["rope_parameters"]}
     rope.pop("llama_4_scaling_beta", None)
     most = rope["original_max_position_embeddings"]

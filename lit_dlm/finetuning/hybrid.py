@@ -31,9 +31,9 @@ class HybridModule(SFTModule):
 
     def __init__(self, backbone: HFBackbone, *, alpha: float = 0.3, **common: Any) -> None:
         super().__init__(backbone, **common)
-        self.alpha = alpha
-        if not backbone.spec.causal_context:  # the clean copy would see the token it predicts
-            refuse("HybridModule.backbone", "a model with causal_context", backbone.spec.family)
+        self.alpha, spec = alpha, backbone.spec
+        if spec.shift or not spec.causal_context:  # a clean token would see the one it predicts
+            refuse("HybridModule.backbone", "causal_context and shift 0", spec.family)
 
     def score(self, batch: SupervisedBatch, states: States) -> TokenStats:
         """Returns the scores of all targets, state by state, then those of next tokens."""

@@ -93,8 +93,9 @@ def test_each_part_is_divided_by_its_own_tokens_of_all_processes() -> None:
 
 
 def test_what_has_no_next_tokens_of_its_own_is_refused() -> None:
-    with pytest.raises(ValueError, match="backbone: expected a model with causal_context"):
-        hybrid(causal_context=False)
+    for changes in ({"causal_context": False}, {"shift": 1}):
+        with pytest.raises(ValueError, match="backbone: expected causal_context and shift 0"):
+            hybrid(**changes)
     paired = hybrid(CoupledMasking())
     with pytest.raises(ValueError, match="masking: expected one state in a row"):
         paired.terms(batch_of(paired, 2))
