@@ -205,7 +205,7 @@ def write_curve(path: Path, model: str, seed: int, folder: Path) -> None:
 
 def curve_table(curves: dict[str, Any]) -> str:
     """Accuracy @ forwards on the validation list by decodes of a task, means over seeds."""
-    at = (4_000, 8_000, 12_000, 16_000, 24_000, 32_000)
+    at = (3_200, 6_400, 9_600, 12_800, 16_000, 19_200)
     lines = [["model's tasks", "window", *(f"{count:,}" for count in at)]]
     for model, seeds in curves.items():
         size = len(model.split("+"))
