@@ -69,6 +69,8 @@ ARMS: dict[str, tuple[Any, ...]] = {
     "cheap": (*DRAWN, *CHEAP),
     "forks": FREE,
     "forks-decay": (*FREE, "--model.decay_share", 1),
+    "turns-decay": (*DRAWN, "--model.decay_share", 1),
+    "method": METHOD,
     "forks-slow": (*FREE, "--model.optimizer.lr", 2e-4),
     "forks-cheap": (*FREE, *CHEAP),
 }
