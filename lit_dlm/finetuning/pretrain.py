@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_wsd_schedule
 
 from lit_dlm.backbones.base import Rows
 from lit_dlm.backbones.export import export_model
 from lit_dlm.backbones.hf import DType, HFBackbone
 from lit_dlm.finetuning.muon import MuonAdamW
 from lit_dlm.predict.decode import DecodeModule
-from lit_dlm.tensors.schedules import trapezoid
 from lit_dlm.training.checkpoint import copy_tokenizer
 from lit_dlm.training.terms import masked_nelbo
 
@@ -122,14 +121,13 @@ class PretrainModule(DecodeModule):
             raise ValueError(f"trainer.max_steps: expected at least 1, got {num_steps}")
         matrices, others = _split_parameters(self.backbone)
         optimizer = MuonAdamW(matrices, others, matrix_lr=_MATRIX_LR, other_lr=_OTHER_LR)
-
-        def factor(step: int) -> float:
-            warmup_steps, decay_share = self.warmup_steps, self.decay_share
-            return trapezoid(step, num_steps, warmup_steps=warmup_steps, decay_share=decay_share)
-
+        num_decayed = round(self.decay_share * num_steps)
+        schedule = get_wsd_schedule(
+            optimizer, self.warmup_steps, num_decayed, num_steps, decay_type="linear"
+        )
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"},
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
 
     def on_fit_end(self) -> None:

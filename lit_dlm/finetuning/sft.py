@@ -13,6 +13,7 @@ autoregressive model is step 1: which tokens are hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,12 +22,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
+from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.system.options import refuse, within
 from lit_dlm.tensors.fused_head import TokenStats
-from lit_dlm.tensors.schedules import warmup_cosine
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.layout import lay_out
 from lit_dlm.training.states import Masking, States
@@ -194,12 +195,13 @@ class SFTModule(TrainableModule):
         if self.warmup_steps >= num_steps:
             told = f"warmup_steps: {self.warmup_steps} of {num_steps} updates"
             rank_zero_info(f"{told}, so the learning rate stays below its setting")
-        return self.scheduled(
-            [value for value in self.parameters() if value.requires_grad],
-            lambda step: warmup_cosine(
-                step, int(num_steps), warmup_steps=self.warmup_steps, floor=self.lr_floor
-            ),
+        schedule = partial(
+            get_cosine_with_min_lr_schedule_with_warmup,
+            num_warmup_steps=self.warmup_steps,
+            num_training_steps=int(num_steps),
+            min_lr_rate=self.lr_floor,
         )
+        return self.scheduled([one for one in self.parameters() if one.requires_grad], schedule)
 
 
 def _add_sums(sums: dict[str, Tensor], terms: LossTerms) -> None:

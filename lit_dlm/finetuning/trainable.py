@@ -12,7 +12,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LRScheduler
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.config.components import checked_component
@@ -88,9 +88,9 @@ class TrainableModule(DecodeModule):
         require_finite_gradients(self, uids)
 
     def scheduled(
-        self, groups: Sequence[Any], factor: Callable[[int], float]
+        self, groups: Sequence[Any], schedule: Callable[[Optimizer], LRScheduler]
     ) -> OptimizerLRScheduler:
-        """Returns the optimiser of parameters or groups, with a factor on its rate by step."""
+        """Returns the optimiser of parameters or groups, with a schedule of its rate by step."""
         if not groups:
             raise ValueError(
                 "backbone: nothing is trainable; give it lora settings, an adapter with "
@@ -104,7 +104,7 @@ class TrainableModule(DecodeModule):
                     group["fused"] = True
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"},
+            "lr_scheduler": {"scheduler": schedule(optimizer), "interval": "step"},
         }
 
     def on_fit_end(self) -> None:

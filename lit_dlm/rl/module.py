@@ -19,6 +19,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.base import Rows
@@ -35,7 +36,6 @@ from lit_dlm.rl.step import TokenScores
 from lit_dlm.rl.value import ValueHead, value_loss
 from lit_dlm.system.options import at_least, one_of, refuse_first, within
 from lit_dlm.tensors.precision import evaluating
-from lit_dlm.tensors.schedules import trapezoid
 from lit_dlm.training.fit_loop import make_epochs_whole, restart_epoch
 from lit_dlm.training.masking import TraceMasking
 from lit_dlm.training.sharding import decoding_weights, whole_weights
@@ -425,14 +425,15 @@ class TraceRLModule(TrainableModule):
             groups.append({"params": value, "lr": self.value.lr})
         if self.decay_share:
             at_least(1, of="trainer.", max_epochs=self.trainer.max_epochs or 0)
-        return self.scheduled(groups, self._rate)
+        return self.scheduled(groups, lambda optimizer: LambdaLR(optimizer, self._rate))
 
     def _rate(self, update: int) -> float:
-        # Falls by RL step, since the number of updates of a run is not known.
-        step, steps = self.trainer.current_epoch, self.trainer.max_epochs or -1
-        step += self.trainer.is_last_batch  # this is the rate of the update after
-        falling = trapezoid(step, steps, warmup_steps=0, decay_share=self.decay_share)
-        return min(falling, (update + 1) / (self.warmup_steps + 1))
+        # Falls by RL step, since the number of updates of a run is not known. It is the rate of the
+        # next update: behind the last batch of an RL step that of the RL step that follows.
+        ended = self.trainer.current_epoch + self.trainer.is_last_batch
+        left = 1 - ended / (self.trainer.max_epochs or -1)
+        falling = left / self.decay_share if self.decay_share else 1.0
+        return min(1.0, falling, (update + 1) / (self.warmup_steps + 1))
 
     def configure_gradient_clipping(
         self,

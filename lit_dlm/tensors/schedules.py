@@ -7,8 +7,6 @@ arXiv 2502.09992, appendix A, says the same of its exact-count form) with lower 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -44,23 +42,3 @@ def hidden_cells(
     uniform = uniform_cells(counts, length, generator=generator)
     is_suffix = torch.rand(num_rows, generator=generator, dtype=torch.float64) < suffix_share
     return torch.where(is_suffix[:, None], suffix_cells(counts, length), uniform)
-
-
-def trapezoid(step: int, num_steps: int, *, warmup_steps: int, decay_share: float) -> float:
-    """Factor on the learning rate: linear warm-up, constant, linear decay to zero.
-
-    Step ``k`` of the warm-up, from 0, has ``(k + 1) / warmup_steps``; the decay covers the last
-    ``decay_share`` of the run.
-    """
-    rising = (step + 1) / warmup_steps if warmup_steps else 1.0
-    left = 1.0 - step / num_steps
-    falling = left / decay_share if decay_share else 1.0
-    return max(0.0, min(1.0, rising, falling))
-
-
-def warmup_cosine(step: int, num_steps: int, *, warmup_steps: int, floor: float = 0.0) -> float:
-    """Factor on the learning rate: linear warm-up from zero, then half a cosine to ``floor``."""
-    if step < warmup_steps:
-        return step / warmup_steps
-    share = (step - warmup_steps) / max(num_steps - warmup_steps, 1)
-    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(share, 1.0)))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.optim.lr_scheduler import ConstantLR
 
 from lit_dlm.backbones import HFBackbone, load_tokenizer
 from lit_dlm.backbones.base import Rows
@@ -175,7 +176,7 @@ def test_adamw_is_fused_on_a_gpu_unless_the_configuration_says_otherwise(
     cases.append(("cuda", lambda given: adamw(given, fused=False)))
     for number, (device, optimizer) in enumerate(cases):
         monkeypatch.setattr(SFTModule, "device", torch.device(device))
-        found = sft(optimizer=optimizer).scheduled([torch.ones(3)], lambda step: 1.0)["optimizer"]
+        found = sft(optimizer=optimizer).scheduled([torch.ones(3)], ConstantLR)["optimizer"]
         assert bool(found.param_groups[0]["fused"]) == (number == 1)
 
 

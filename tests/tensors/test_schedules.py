@@ -7,7 +7,6 @@ from lit_dlm.tensors.schedules import (
     hidden_cells,
     stratified_counts,
     suffix_cells,
-    trapezoid,
     uniform_cells,
 )
 
@@ -49,9 +48,3 @@ def test_suffix_share_decides_between_the_two_kinds() -> None:
     is_suffix = (mixed == suffix_cells(mixed.sum(1), 8)).all(1)
     # A uniform draw is a suffix by chance in (1 + 1/8 + ... + 1/70 + ... + 1)/8, about 0.29.
     assert 0.38 < is_suffix.float().mean() < 0.56
-
-
-def test_trapezoid_by_hand() -> None:
-    """Ten steps, two of warm-up, decay over the last four: at step 8, 0.2 / 0.4 = 0.5."""
-    factors = [trapezoid(s, 10, warmup_steps=2, decay_share=0.4) for s in (0, 1, 5, 6, 8, 10)]
-    assert factors == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.5, 0.0])
