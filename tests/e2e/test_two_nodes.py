@@ -125,7 +125,8 @@ def test_decoding_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
         flags += [] if count == 3 else ["--trainer.limit_predict_batches=1"]
         in_processes(count, _process, *command, *flags, seconds=100)
         done.append(len(completed_uids(tmp_path / "moved/traces")))
-    assert 0 < done[0] < done[1] < done[2] == 13
+    # How much a stop leaves depends on the processes' speed; under load it may be nothing.
+    assert 0 < done[0] <= done[1] <= done[2] == 13
     whole = traces(tmp_path / "traces")
     assert traces(tmp_path / "moved/traces") == whole
     assert len({steps for _, _, steps in whole.values()}) > 3
