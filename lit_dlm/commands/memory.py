@@ -184,7 +184,7 @@ class _Model:
         packed = int(run.get("packing") or 1)
         length = sum(row_tokens(run["prompt"], run["response"], a.spec(), copies=packed))
         rows = _training_rows(run)
-        scored = rows * packed * run["response"]
+        scored = rows * packed * run["response"] * (1 + ("alpha" in run))  # HybridModule: next ones
         # With recomputation a layer keeps its input alone, and is made again when the backward
         # comes to it.
         whole, small, passing = self._layer()
