@@ -4,7 +4,8 @@ Every arm starts from the embedded model, decoded too fast for it (everything of
 committed), and trains an adapter on the same prompts with the same rewards and seeds: 12 RL steps
 of ``exp/*_tiny``, with about as many training rows and updates in each. ``dpo`` trains on pairs of
 right and wrong decodes of the untrained model instead, from as many responses as the others roll
-out, with about as many updates. All decode one held-out list greedily with that threshold.
+out, with about as many updates. ``offline`` is TraceRL on the same decodes, from a file. All
+decode one held-out list greedily with that threshold.
 
 Parts that are on disk are not made again, so a killed run resumes; ``--only-report`` reports what
 is there.
@@ -25,6 +26,7 @@ import torch
 from chain import BARE, call, points, problems, seed_flags, table
 from numpy.typing import NDArray
 
+from lit_dlm import cli
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.system.files import write_atomically
 
@@ -57,6 +59,7 @@ METHODS: dict[str, tuple[Any, ...]] = {
     "espo": ("ESPO", "tracerl_tiny", "--config", "method/espo"),
     "spg": ("SPG", "tracerl_tiny", "--config", "method/spg"),
     "dpo": ("VRPO (DPO)", "dpo_tiny"),
+    "offline": ("TraceRL on decodes of the untrained model", "tracerl_tiny"),
 }
 """Arms: name in the table, experiment and its flags."""
 
@@ -92,7 +95,7 @@ def train(options: argparse.Namespace, method: str, seed: int) -> None:
     tasks = ["--data.tasks", problems("WordProblems", "train", 400, seed=seed)]
     flags = [*seed_flags(seed), "--run_dir", folder, "--model.export_dir", folder / "adapter"]
     flags += BARE
-    if method == "dpo":
+    if method in ("dpo", "offline"):
         call(
             folder / "decoded",
             *("predict", "--config", "exp/distill_tiny", "--config", "method/pairs"),
@@ -100,12 +103,24 @@ def train(options: argparse.Namespace, method: str, seed: int) -> None:
             *("--seed_everything", seed, "--model.seed", seed, *tasks),
             costs=costs,
         )
+    if method == "dpo":
         flags += ["--trainer.max_steps", 150]  # about as many as the updates of the others
     else:
         flags += ["--trainer.max_epochs", 12, "--trainer.limit_val_batches", 0]
         flags += ["--trainer.num_sanity_val_steps", 0, *tasks, "--data.prompts_per_step", 32]
+    if method == "offline":
+        flags += ["--data.engine", "RolloutFiles", "--data.engine.paths", answers(folder)]
     _, config, *own = METHODS[method]
     call(folder / "done", "fit", "--config", f"exp/{config}", *flags, *own, costs=costs)
+
+
+def answers(folder: Path) -> str:
+    """Returns the file of a run's decodes, with an object of dLLM-RL's format in each line."""
+    rows, lines = folder / "answers.json", folder / "answers.jsonl"
+    cli.main(["traj", "export", str(folder / "traces"), "--out", str(rows)])
+    each = (json.dumps(row) for row in json.loads(rows.read_text()))
+    write_atomically(lines, "\n".join(each) + "\n")
+    return json.dumps([str(lines)])
 
 
 def evaluate(folder: Path, adapter: Path | None) -> None:
