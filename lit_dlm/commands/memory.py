@@ -184,7 +184,7 @@ class _Model:
         packed = int(run.get("packing") or 1)
         length = sum(row_tokens(run["prompt"], run["response"], a.spec(), copies=packed))
         rows = _training_rows(run)
-        scored = rows * packed * run["response"] * (1 + ("alpha" in run))  # HybridModule: next ones
+        scored = rows * packed * run["response"] * (1 + run["module"].endswith("HybridModule"))
         # With recomputation a layer keeps its input alone, and is made again when the backward
         # comes to it.
         whole, small, passing = self._layer()
@@ -326,7 +326,7 @@ def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
         return None
     policy, values = _models(settings, trainer)
     models = list(dict.fromkeys(model for model in (policy, values) if model))
-    run = {**settings, **data, **_sizes(data, trainer)}
+    run = {**settings, **data, **_sizes(data, trainer), "module": _class(config["model"])}
     # RL, too, has responses to each prompt, but its data module trains on them.
     only_decodes = _class(config["data"]).endswith("PromptDataModule")
     is_rl = "responses_per_prompt" in data and not only_decodes

@@ -135,7 +135,7 @@ def test_states_of_a_bound_are_rows_and_pairs_have_two_responses() -> None:
 def test_hybrid_fine_tuning_scores_next_tokens_too() -> None:
     """4 rows of 30 targets, at 12 bytes of each of 64 numbers and 8 of each of 1,000 logits."""
     plain, options = (config(trainable=True) for _ in range(2))
-    options["model"]["init_args"]["alpha"] = 0.3
+    options["model"]["class_path"] = "HybridModule"
     one, both = (of(each).training["head"] for each in (plain, options))
     assert both - one == 4 * 30 * (12 * D + 8 * V)
 
