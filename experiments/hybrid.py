@@ -37,6 +37,7 @@ from lit_dlm.datamodules import SupervisedDataModule
 from lit_dlm.datamodules.supervised_sources import TaskReferences
 from lit_dlm.finetuning.hybrid import HybridModule
 from lit_dlm.system.files import write_atomically
+from lit_dlm.tasks import Task
 from lit_dlm.toy import PythonFunctions, WordProblems
 from lit_dlm.training.masking import RandomMasking
 
@@ -119,7 +120,10 @@ def next_token_loss(model: Path) -> float:
         optimizer=AdamW,
         masking=RandomMasking(min_t=0.001, weight="none/t"),
     )
-    tasks = [kind("test", num_examples=COUNT) for kind in (WordProblems, PythonFunctions)]
+    tasks: list[Task] = [
+        WordProblems("test", num_examples=COUNT),
+        PythonFunctions("test", num_examples=COUNT),
+    ]
     data = SupervisedDataModule(
         [TaskReferences(tasks)], response_length=32, batch_size=50, val_fraction=0.5
     )
