@@ -33,6 +33,7 @@ def test_the_table_of_the_quickstart_is_that_of_the_kept_run():
         ("decode_states/decode_states.parquet", "decode_states", 2),
         ("d2f/d2f.parquet", "d2f", 2),
         ("editing/editing.parquet", "editing", 3),
+        ("hybrid/hybrid.parquet", "hybrid", 2),
         ("smollm2/smollm2.json", "smollm2_losses", 1),
         ("outcome_policies/policy_states.json", "policy_states", 1),
         ("outcome_policies/policy_order.json", "policy_order", 2),
