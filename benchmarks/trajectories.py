@@ -22,6 +22,9 @@ What the ratios mean (each is baseline (a) over ours, per record):
   observers, so this is what capture adds. ``capture_on_off_percent`` compares whole decodes in
   pairs; it varies by several per cent on a busy machine. Making records from the buffer
   (``records_us``) is not part of the decode.
+- ``logits_bytes_int8``, ``logits_bytes_fp16``: stored bytes per logit of a masked position, with
+  checksums and zstd, of such decodes with ``level: logits`` at every step. ``logits_on_off_int8``
+  is the CPU time of decoding and making records over that without logits.
 - ``read_records_per_second``: records from the training loader of ``TrajectoryDataModule`` in one
   process, one state per record, shuffled, collated to tensors, blocks of 64 (G = T = 256). On a
   busy machine, prefer ``read_records_per_cpu_second``.
@@ -48,12 +51,15 @@ from lit_dlm.backbones import HFBackbone
 from lit_dlm.decoding import Decoder, EntropyPolicy, decode
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories import Trajectory
-from lit_dlm.trajectories.capture import TrajectoryCapture
+from lit_dlm.trajectories.capture import FeatureCapture, Level, TrajectoryCapture
+from lit_dlm.trajectories.features import FeatureScheme
 from lit_dlm.trajectories.format import decode_block
 from lit_dlm.trajectories.members import encode_members
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 
 FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "golden" / "trajectories"
+
+SCHEMES: tuple[FeatureScheme, ...] = ("int8", "fp16")
 
 Figures = dict[str, float]
 
@@ -83,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for key in ("size_ratio", "replay_ratio", "replay_ratio_lone", "replay_ratio_picked"):
             figures[key] = figures[f"{key}_256_256"]
         captured, overhead = capture(options)
-        figures |= overhead | sizes("embedded", captured)
+        figures |= overhead | sizes("embedded", captured) | logits(options)
         many = copies(blocks["256_256"], options.records)
         figures |= writing(many, folder / "shards", options.repeats)
         figures |= reading(folder / "shards" / "0", options.repeats)
@@ -249,6 +255,46 @@ def capture(options: argparse.Namespace) -> tuple[list[Trajectory], Figures]:
         "decode_us_per_step": 1e6 * per_step,
         "records_us": 1e6 * statistics.median(making),
     }
+
+
+def logits(options: argparse.Namespace) -> Figures:
+    """Returns what keeping the logits of masked positions takes."""
+    backbone, decoder = HFBackbone(path="tiny").eval(), Decoder(policy=EntropyPolicy())
+    examples = WordProblems("test", num_examples=options.batch).examples()
+    (canvas,) = canvases(backbone, examples, batch=options.batch, length=options.length)
+    kept: dict[str, FeatureCapture | None] = {"": None}
+    kept |= {
+        scheme: FeatureCapture(
+            function=None,
+            hidden_layers=(),
+            groups=(backbone.vocab_size,),
+            projector_digest="",
+            scheme=scheme,
+            layout="logits",
+            scores=frozenset(),
+        )
+        for scheme in SCHEMES
+    }
+    uids = [f"word/{row}" for row in range(options.batch)]
+    seconds: dict[str, list[float]] = {scheme: [] for scheme in kept}
+    figures: Figures = {}
+    for _ in range(options.repeats):
+        for scheme, features in kept.items():
+            level: Level = "logits" if features else "tokens"
+            observer = TrajectoryCapture(
+                vocab_size=backbone.vocab_size, level=level, features=features
+            )
+            begin = time.thread_time()
+            decode(backbone, decoder, canvas, [observer])
+            records = observer.trajectories(uids)
+            seconds[scheme].append(time.thread_time() - begin)
+            if features:
+                masked = sum(int((record.commit_step + 1).sum()) for record in records)
+                _, member = encode_members(records)
+                assert member is not None
+                figures[f"logits_bytes_{scheme}"] = len(member) / masked / backbone.vocab_size
+    ratios = [one / plain for plain, one in zip(seconds[""], seconds["int8"], strict=True)]
+    return figures | {"logits_on_off_int8": statistics.median(ratios)}
 
 
 # -- shards --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ GOLDEN = ROOT / "tests" / "golden" / "trajectories"
 NAMES = (
     *("bytes_256_256", "bytes_128_64", "size_ratio", "replay_ratio"),
     *("capture_overhead_percent", "capture_us_per_step", "read_records_per_second"),
+    *("logits_bytes_fp16", "logits_on_off_int8"),
 )
 
 
@@ -42,5 +43,6 @@ def test_the_script_prints_one_object_with_all_figures(tmp_path: Path) -> None:
     assert figures["bytes_256_256"] <= 570
     assert figures["bytes_128_64"] <= 342
     assert figures["size_ratio"] >= 25
+    assert figures["logits_bytes_int8"] < 1.0
     assert figures["read_records_per_second"] > 0
     assert not list(folder.iterdir())
