@@ -28,7 +28,7 @@ from chain import (
 )
 from policy_bench import distil, run_of
 
-COUNTS = (25, 100, 400)  # problems that traces are made of, five decodes of each
+COUNTS = (25, 100, 400)  # problems that traces are made of, one decode of each
 UPDATES = (100, 500)
 ARMS = ("random", "warm")
 THRESHOLDS = (0.8, 0.9, 0.95, 0.99)
@@ -75,6 +75,7 @@ def train(folder: Path, arm: str, count: int, updates: int, seed: int, words: Pa
         *("fit", "--config", "exp/tracelock_tiny", *seed_flags(seed), *start[arm]),
         *("--run_dir", folder, "--data.shards", traced / "traces", "--ckpt_path", "last"),
         *("--trainer.max_steps", updates, "--trainer.val_check_interval", updates // 5),
+        *("--data.val_fraction", 0.25 if count < 100 else 0.1),  # else there may be none
     )
 
 
