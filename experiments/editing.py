@@ -44,8 +44,14 @@ from policy_bench import (
 
 TASKS = ("words", "functions")
 WINDOWS = ("whole", "blocks-8")
-ARMS = {"tiny": None, "sft": "exp/sft_gt_tiny", "edit": "exp/edit_tiny", "ebpo": "exp/tracerl_tiny"}
-"""Experiment that trains each arm."""
+ARMS = {
+    "tiny": None,
+    "sft": "exp/sft_gt_tiny",
+    "fill": "exp/sft_gt_tiny",
+    "edit": "exp/edit_tiny",
+    "ebpo": "exp/tracerl_tiny",
+}
+"""Experiment that trains each arm; ``fill`` learns the fill behind answers, too."""
 UPDATES = 2000
 EXAMPLES = {"words": 4000, "functions": 700}  # that a model is trained on
 
@@ -132,9 +138,10 @@ def train(own: argparse.Namespace, arm: str, seed: int) -> list[Any]:
         return [*model, "--model.backbone.init_args.adapter", folder / "policy" / "last"]
     tasks = [json.loads(problem_list(name, "train", n, seed))[0] for name, n in EXAMPLES.items()]
     source = {"class_path": "TaskReferences", "init_args": {"tasks": tasks}}
+    fill = ("--model.num_padding", "null") if arm == "fill" else ()
     call(
         folder / "done",
-        *("fit", "--config", experiment, *seed_flags(seed), "--run_dir", folder),
+        *("fit", "--config", experiment, *fill, *seed_flags(seed), "--run_dir", folder),
         *("--trainer.max_steps", own.updates, "--data.sources", json.dumps([source]), *BARE),
         *("--model.backbone.init_args.lora", "null"),
         *("--model.backbone.init_args.trainable", "true", "--model.export_dir", folder / "model"),
