@@ -17,6 +17,7 @@ from pathlib import Path
 
 from chain import (
     Decodes,
+    between,
     call,
     keep_decodes,
     parser,
@@ -117,6 +118,11 @@ def markdown(decodes: Decodes) -> str:
         if (other := f"{', '.join(head)}, random") in found and start == "warm":
             pairs = zip(found[arm], found[other], strict=True)
             lines.append([*head, "difference", *(points(a[1] - b[1]) for a, b in pairs)])
+            shown = []
+            for cost, right in found[arm]:
+                theirs = between(found[other], float(cost.mean()))
+                shown.append("" if theirs is None else points(right - theirs))
+            lines.append([*head, "at equal forwards", *shown])
     return table(lines)
 
 

@@ -40,6 +40,7 @@ def test_the_table_of_the_quickstart_is_that_of_the_kept_run():
         ("outcome_policies/outcome_ablations.parquet", "outcome_ablations", 1),
         ("elsewhere/feature_tiers.json", "feature_tiers", 1),
         ("elsewhere/policy_transfer.parquet", "policy_transfer", 1),
+        ("elsewhere/warm_start.parquet", "warm_start", 1),
         ("rl/rl_methods.json", "rl_methods", 1),
         ("rl/block_widening.parquet", "block_widening", 1),
         ("lockstep/lockstep.parquet", "kept_decodes", 3),
