@@ -30,6 +30,7 @@ from chain import (
     seed_flags,
     table,
 )
+from policy_bench import gain
 from torch.optim import AdamW
 
 from lit_dlm.backbones import HFBackbone
@@ -143,7 +144,9 @@ def markdown(decodes: Decodes, losses: dict[str, float]) -> str:
             shown = [f"{points(right, sign='')} @ {cost.mean():.1f}" for cost, right in cells]
             lines.append([task, arm, *shown])
         pairs = zip(found["hybrid"], found["masked"], strict=True)
-        lines.append([task, "difference", *(points(one - two) for (_, one), (_, two) in pairs)])
+        lines.append(
+            [task, "difference [95 %]", *(gain(one - two) for (_, one), (_, two) in pairs)]
+        )
     nexts = [["trained by", "next tokens, nats"]]
     for arm in ARMS:
         each = [loss for name, loss in losses.items() if name.startswith(arm)]

@@ -747,6 +747,11 @@ def interval(mean: float, error: float, freedom: float) -> str:
     return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
+def gain(values: NDArray[Any]) -> str:
+    """Formats differences of verdicts, of shape (seeds, problems), as :func:`interval` does."""
+    return interval(float(values.mean()), standard_error(values), degrees_of_freedom(values))
+
+
 def fronts_table(results: dict[tuple[str, str], Decodes]) -> str:
     """Returns the test results of each policy's most accurate cell in validation."""
     tasks = [task for task in TASKS if (task, "test") in results]

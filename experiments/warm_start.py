@@ -27,7 +27,7 @@ from chain import (
     seed_flags,
     table,
 )
-from policy_bench import distil, run_of
+from policy_bench import distil, gain, run_of
 
 COUNTS = (25, 100, 400)  # problems that traces are made of, one decode of each
 UPDATES = (100, 500)
@@ -117,12 +117,12 @@ def markdown(decodes: Decodes) -> str:
         lines.append([*(head or ["", ""]), start, *shown])
         if (other := f"{', '.join(head)}, random") in found and start == "warm":
             pairs = zip(found[arm], found[other], strict=True)
-            lines.append([*head, "difference", *(points(a[1] - b[1]) for a, b in pairs)])
+            lines.append([*head, "difference [95 %]", *(gain(a[1] - b[1]) for a, b in pairs)])
             shown = []
             for cost, right in found[arm]:
                 theirs = between(found[other], float(cost.mean()))
-                shown.append("" if theirs is None else points(right - theirs))
-            lines.append([*head, "at equal forwards", *shown])
+                shown.append("" if theirs is None else gain(right - theirs))
+            lines.append([*head, "at equal forwards [95 %]", *shown])
     return table(lines)
 
 
