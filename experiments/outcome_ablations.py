@@ -7,7 +7,7 @@ divergence to its start (2510.05725); ``new`` starts from random weights; ``scal
 sees no hidden states; ``scalars-product`` combines it with ``product``, as 2512.09106 does.
 ``weights`` is TraceRL on the model itself, with thresholds. On functions, in blocks with a dual
 cache: ``cached`` rolls out with that cache. ``carried`` uses the other task's policies, ``shipped``
-the policy that ships with the model, which was trained on both tasks.
+the policy that ships with the model; in the published results a former one, for whole responses.
 
     python experiments/outcome_ablations.py --out runs/policy_bench  # makes what is missing
     python experiments/outcome_ablations.py  # prints the table of the published results
