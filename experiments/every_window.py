@@ -4,7 +4,7 @@ The policy takes the windows in turn while it trains on outcomes (``method/every
 starts from the policy bench's distilled policies and decodes the bench's lists; the bench's other
 policies are those that it competes with. A model has one policy, so that of ``tiny`` trains on
 words and functions together. ``--trial`` compares ways to train it on fewer decodes, before:
-``docs/results/policies`` has the plan and the results. What is on disk is not made again.
+``docs/results/every_window`` has the plan and the results. What is on disk is not made again.
 
     python experiments/every_window.py --out runs/policy_bench --addition runs/addition/model
         --countdown runs/countdown/model --functions runs/functions/model  # makes what is missing
@@ -21,20 +21,31 @@ from typing import Any
 
 import numpy as np
 from chain import Decodes, keep_decodes, parser, points, read_decodes, table
+from matplotlib.figure import Figure
 from policy_bench import (
+    BLOCKS,
+    CONTESTS,
     LEVELS,
     LIST_SEED,
     NAME,
     NEAR,
+    OURS,
     SIZE,
+    TASKS,
     WINDOWS,
+    Decodes as Results,
     cells,
+    choice,
     collected,
+    contest,
+    contests,
     contests_table,
     decode,
     distil,
     fronts,
+    interval,
     list_folder,
+    margin,
     read,
     run_of,
     summary_table,
@@ -44,9 +55,10 @@ from policy_bench import (
     write_table,
 )
 
-from lit_dlm.reports.plots import read_points
+from lit_dlm.reports.plots import Theme, common_legend, read_points, save_themes, tidy_axes
 from lit_dlm.system.files import write_atomically
 
+PAGES = Path(__file__).parents[1] / "docs" / "results"
 MODELS = ("words+functions", "sudoku", "pictures", "addition", "countdown", "wide-functions")
 """Tasks of each model's policy."""
 METHOD = ("--config", "method/every_window")
@@ -95,7 +107,7 @@ def main() -> None:
         words.add_argument(f"--{name}", help=f"folder of the {name} model, see the page")
     options = words.parse_args()
     options.list_seed, options.num_examples = LIST_SEED, SIZE
-    results = options.out or Path("docs/results/policies")
+    results = options.out or PAGES / "every_window"
     if options.trial is not None:
         kept = results / "every_window_trial.parquet"
         if options.out:
@@ -106,6 +118,7 @@ def main() -> None:
     if options.out:
         for model in options.models:
             make(options, model, kept)
+    draw(known(kept), kept.with_suffix(".png"))
     print(report(kept))
 
 
@@ -221,16 +234,92 @@ def curve_table(curves: dict[str, Any]) -> str:
     return table(lines)
 
 
-def report(kept: Path) -> str:
-    """Returns the tables: both contests and the curves."""
-    results = {
-        key: found
-        for key, found in read(Path("docs/results/policies") / NAME, kept).items()
-        if any(cell[0] == "every" for cell in found.correct)
+def beside_table(results: dict[tuple[str, str], Results]) -> str:
+    """Returns right @ forwards of this policy, and of the one trained for that kind of windows.
+
+    Each is at its most accurate setting in validation; ``wide-functions`` has no other.
+    """
+    lines: dict[str, list[str]] = {}
+    for (task, which), test in results.items():
+        for windows in CONTESTS.values() if which == "test" else ():
+            entry = []
+            for policy in reversed(OURS):
+                own = [cell for cell in test.correct if cell[0] == policy and cell[1] in windows]
+                if own:
+                    forwards, rate = test.point(choice(results[task, "validation"], own, 0.0))
+                    entry.append(f"{100 * rate:.1f} @ {forwards:.1f}")
+            lines.setdefault(task, [task]).append("; ".join(entry))
+    return table([["", *CONTESTS], *(lines[task] for task in TASKS if task in lines)])
+
+
+def lengths_table(results: dict[tuple[str, str], Results]) -> str:
+    """Returns contests of both sides in blocks of one length alone, where this policy was decoded.
+
+    They do not belong to the plan, and are not corrected for their number.
+    """
+    lines: dict[str, list[str]] = {}
+    for task, length in itertools.product(TASKS, BLOCKS):
+        if (task, "test") in results:
+            lists = results[task, "validation"], results[task, "test"]
+            found = contest(*lists, (f"blocks-{length}",), policy="every")
+            entry = ""
+            if found is not None:
+                _, forwards, rate, _ = found["ours"]
+                entry = f"{100 * rate:.1f} @ {forwards:.1f}, {interval(*found['difference'])}"
+            lines.setdefault(task, [task]).append(entry)
+    return table([["", *(f"blocks of {length}" for length in BLOCKS)], *lines.values()])
+
+
+def known(kept: Path) -> dict[tuple[str, str], Results]:
+    """Reads both lists of the tasks that this policy decoded, with all policies of the bench."""
+    everything = read(PAGES / "policies" / NAME, kept)
+    return {
+        (task, which): found
+        for (task, which), found in everything.items()
+        if any(cell[0] == "every" for cell in everything[task, "test"].correct)
     }
+
+
+def draw(results: dict[tuple[str, str], Results], path: Path) -> None:
+    """Draws all contests: the difference to the best of the others in points, 95 % intervals."""
+    sides = {"most accurate setting": 0.0, "fastest within a point of it": NEAR}
+
+    def figure(theme: Theme) -> Figure:
+        found = [contests(results, within, "every") for within in sides.values()]
+        drawn = Figure(figsize=(7.0, 0.27 * len(found[0]) + 1.2), layout="constrained")
+        axis = drawn.subplots()
+        for number, (label, rows) in enumerate(zip(sides, found, strict=True)):
+            values = [one["difference"] for _, _, one, _ in rows]
+            axis.errorbar(
+                [100 * mean for mean, *_ in values],
+                np.arange(len(rows)) + 0.3 * number - 0.15,
+                xerr=[100 * margin(error, freedom) for _, error, freedom in values],
+                label=label,
+                color=theme.series[(1, 5)[number]],
+                fmt="os"[number],
+                markersize=4,
+                elinewidth=1,
+            )
+        axis.axvline(0.0, color=theme.muted, linewidth=1)
+        names = [f"{task}, {kind}" for task, kind, *_ in found[0]]
+        axis.set_yticks(np.arange(len(names)), names)
+        axis.invert_yaxis()
+        axis.set_xlabel("points more than the best of all others at equal forwards")
+        tidy_axes(axis)
+        common_legend(drawn, 2)
+        return drawn
+
+    save_themes(path, figure)
+
+
+def report(kept: Path) -> str:
+    """Returns all tables: contests, the policies of one kind of windows, and the curves."""
+    results = known(kept)
     tables = [
         contests_table(results, policy="every"),
         summary_table(results, NEAR, policy="every"),
+        lengths_table(results),
+        beside_table(results),
         curve_table(json.loads(kept.with_suffix(".json").read_text())),
     ]
     return "\n".join(tables)

@@ -83,6 +83,16 @@ def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(imported):
 
 
 @pytest.mark.slow
+def test_tables_of_one_policy_for_every_window_are_those_of_the_kept_decodes(imported):
+    script, folder = imported("experiments/every_window.py"), RESULTS / "every_window"
+    tables = script["report"](folder / "every_window.parquet").split("\n\n")
+    assert len(tables) == 5
+    assert not [table for table in tables if table.strip() not in page("every_window")]
+    tried = script["read_decodes"](folder / "every_window_trial.parquet")
+    assert script["trial_table"](tried).strip() in page("every_window")
+
+
+@pytest.mark.slow
 def test_tables_of_the_make_up_of_lists_are_those_of_its_script(imported):
     """Up to 1,000 problems: longer lists take minutes to draw."""
     script = imported("experiments/make_up.py")
@@ -146,22 +156,22 @@ def asked(
 def test_as_many_problems_recur_as_the_pages_say():
     """Of lists whose seeds and lengths are those of the quickstart, the card and the bench."""
     recurring: dict[str, list[int]] = {}
-    for task, traces, validated in ((PythonFunctions, 700, 200), (WordProblems, 1600, 300)):
-        card = asked(task, "train", 4000, 0)
+    for task, traces in ((PythonFunctions, 700), (WordProblems, 1600)):
+        card = asked(task, "train", 4000, 1003)
         bench, traced = asked(task, "train", 4000, 1000), asked(task, "train", traces, 0)
         quickstart, tested = asked(task, "test", 200, 0), asked(task, "test", 1000, 23)
         chosen = asked(task, "train", 300, 101)
-        assert not (quickstart | tested) & (card | traced)
+        assert not (quickstart | tested) & (card | traced | asked(task, "train", traces, 3))
         for name, shared in (
             ("tested", quickstart & tested),
-            ("validated", asked(task, "train", validated, 1) & card),
+            ("validated", asked(task, "train", 300, 100) & card),
             ("prompts", chosen & bench),
             ("traces", chosen & (bench | traced)),
         ):
             recurring.setdefault(name, []).append(len(shared))
     text = " ".join((ROOT / "lit_dlm" / "assets" / "tiny" / "README.md").read_text().split())
     assert "{} functions and {} word problems recur".format(*recurring["tested"]) in text
-    validated = "{} of 200 functions and {} of 300 word problems are among"
+    validated = "{} of 300 functions and {} of 300 word problems are among"
     assert validated.format(*recurring["validated"]) in text
     text = " ".join(page("policies").split())
     assert (
