@@ -785,7 +785,7 @@ def curve_table(curves: dict[str, Any]) -> str:
 
 
 def listing(path: Path) -> str:
-    """Returns all cells of rules on the validation lists as Markdown: right ± error @ forwards."""
+    """Returns all cells of the validation lists as Markdown: right ± error @ forwards."""
     results = read(path)
     tasks = [task for task in TASKS if (task, "validation") in results]
     named = {cell: None for task in tasks for cell in results[task, "validation"].correct}
@@ -794,6 +794,9 @@ def listing(path: Path) -> str:
         entries = []
         for task in tasks:
             found = results[task, "validation"]
+            if cell not in found.correct:
+                entries.append("")
+                continue
             right = found.correct[cell]
             forwards, rate = found.point(cell)
             error = (rate * (1.0 - rate) / right.size) ** 0.5
