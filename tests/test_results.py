@@ -79,6 +79,10 @@ def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(imported):
         ("take_back", bench["listing"](RESULTS / "take_back" / "taking_back.parquet")),
     ):
         assert made.strip() in page(name)
+    lines = bench["listing"](kept).splitlines()
+    own = [line for line in lines if line.startswith("| outcome |")]
+    assert len(own) == 36  # six thresholds in six windows, of all tasks but the last one
+    assert all(line.endswith("| |") for line in own)
     assert f"forwards: {', '.join(bench['FIVE'].values())}" in (ROOT / "README.md").read_text()
 
 
