@@ -1,0 +1,126 @@
+"""Milliseconds that rules and learned policies of the policy bench take for a word problem.
+
+Rules are those of the bench's validation list that are more accurate than all that take fewer
+forwards, from 85 % on; the learned policy is the one that ships with ``tiny``, at its threshold, in
+three windows. It needs a machine with nothing else on it, and takes one thread.
+
+    python experiments/policy_clock.py --out runs/policy_clock  # measures
+    python experiments/policy_clock.py  # prints the table of the published results
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from chain import call, parser, problems, table
+from every_window import PAGES
+from policy_bench import CONFIGS, NAME, OURS, POLICIES, WINDOWS, Cell, Decodes, read, shown
+
+from lit_dlm.reports.results import ResultFolder
+from lit_dlm.system.files import write_atomically
+
+BATCHES = (1, 16, 64)
+ROUNDS = 3
+SIZE = 128
+"""Problems of a round."""
+LEAST = 0.85
+"""Accuracy on the validation list of the fastest rule."""
+SEED, THRESHOLD = 3, "0.8"
+"""Of the policy that ships, among those of ``every_window.py``."""
+POLICY = {"class_path": "TraceLockPolicy", "init_args": {"path": "tiny"}}
+
+
+def main() -> None:
+    """Measures if there is a folder for it, then prints the table."""
+    options = parser(__doc__).parse_args()
+    kept = (options.out or PAGES / "every_window") / "policy_clock.json"
+    if options.out:
+        write_atomically(kept, json.dumps(measured(options.out), indent=1) + "\n")
+    print(markdown(json.loads(kept.read_text())))
+
+
+def measured(out: Path) -> dict[str, Any]:
+    """Decodes in batches of each size, in turn; returns medians over rounds by cell and batch."""
+    lists = read(PAGES / "policies" / NAME, PAGES / "every_window" / "every_window.parquet")
+    test = lists["words", "test"]
+    cells = front(lists["words", "validation"])
+    cells += [("every", window, THRESHOLD) for window in ("whole", "blocks-16", "cache")]
+    decoders = {name(cell): decoder(cell) for cell in cells}
+    config = {
+        "defaults": str(CONFIGS / "method" / "benchmark.yaml"),
+        "model": {
+            "init_args": {
+                "backbone": str(CONFIGS / "backbone" / "tiny.yaml"),
+                "tokenizer": "tiny",
+                "decoders": decoders,
+            }
+        },
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "decoders.yaml", json.dumps(config))
+    for number, batch in itertools.product(range(ROUNDS), BATCHES):
+        folder = out / f"{number}-{batch}"
+        call(
+            folder / "done",
+            *("predict", "--config", out / "decoders.yaml", "--run_dir", folder),
+            *("--data.tasks", problems("WordProblems", "test", SIZE, seed=17)),
+            *("--data.response_length", 32, "--data.batch_size", batch),
+        )
+    found: dict[str, Any] = {}
+    for cell in cells:
+        seed = SEED if cell[0] == "every" else 0
+        found[shown(cell)] = {
+            "right": float(test.correct[cell][seed].mean()),
+            "forwards": float(test.forwards[cell][seed].mean()),
+        }
+        for batch in BATCHES:
+            times = []
+            for number in range(ROUNDS):
+                results = ResultFolder(out / f"{number}-{batch}" / "results")
+                rows = results.rows("word_problems", name(cell))
+                whole, own = np.mean([(row.seconds, row.policy_seconds) for row in rows], axis=0)
+                times.append((1000 * whole, own / whole))
+            taken, share = np.median(times, axis=0)
+            found[shown(cell)][f"batch {batch}"] = [round(float(taken), 3), round(float(share), 4)]
+    return found
+
+
+def name(cell: Cell) -> str:
+    """Returns a cell's name in configurations."""
+    return "_".join((cell[0], cell[2], cell[1]))
+
+
+def decoder(cell: Cell) -> dict[str, Any]:
+    """Returns the parts of a cell's decoder."""
+    policy, window, setting = cell
+    own = {"policy": POLICY, "quota": "NoQuota"} if policy == "every" else POLICIES[policy][setting]
+    return {**own, **WINDOWS[window]}
+
+
+def front(validation: Decodes) -> list[Cell]:
+    """Returns the rules, by forwards, that are more accurate than all that are faster."""
+    learned = {*OURS, "tracelock", "pc-sampler"}  # this one needs counts of tokens, and 32 forwards
+    cells = [cell for cell in validation.correct if cell[0] not in learned]
+    best: list[Cell] = []
+    for cell in sorted(cells, key=validation.point):
+        if not best or validation.point(cell)[1] > validation.point(best[-1])[1]:
+            best.append(cell)
+    return [cell for cell in best if validation.point(cell)[1] > LEAST]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Returns a row for each rule or policy: milliseconds a problem, and the policy's share."""
+    lines = [["policy", "right, %", "forwards", *(f"batch {batch}" for batch in BATCHES)]]
+    for cell, one in results.items():
+        times = [one[f"batch {batch}"] for batch in BATCHES]
+        entries = [f"{taken:.1f} ms, {100 * share:.1f} %" for taken, share in times]
+        lines.append([cell, f"{100 * one['right']:.1f}", f"{one['forwards']:.1f}", *entries])
+    return table(lines)
+
+
+if __name__ == "__main__":
+    main()
