@@ -5,7 +5,7 @@ forwards, from 85 % on; the learned policy is the one that ships with ``tiny``, 
 three windows. It needs a machine with nothing else on it, and takes one thread.
 
     python experiments/policy_clock.py --out runs/policy_clock  # measures
-    python experiments/policy_clock.py  # prints the table of the published results
+    python experiments/policy_clock.py  # prints the tables of the published results
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lit_dlm.reports.results import ResultFolder
 from lit_dlm.system.files import write_atomically
 
 BATCHES = (1, 16, 64)
-ROUNDS = 3
+ROUNDS = 9
 SIZE = 128
 """Problems of a round."""
 LEAST = 0.85
@@ -35,7 +35,7 @@ POLICY = {"class_path": "TraceLockPolicy", "init_args": {"path": "tiny"}}
 
 
 def main() -> None:
-    """Measures if there is a folder for it, then prints the table."""
+    """Measures if there is a folder for it, then prints the tables."""
     options = parser(__doc__).parse_args()
     kept = (options.out or PAGES / "every_window") / "policy_clock.json"
     if options.out:
@@ -44,7 +44,10 @@ def main() -> None:
 
 
 def measured(out: Path) -> dict[str, Any]:
-    """Decodes in batches of each size, in turn; returns medians over rounds by cell and batch."""
+    """Decodes in batches of each size, in turn.
+
+    Returns, by cell and batch, milliseconds a problem and the policy's share of them in each round.
+    """
     lists = read(PAGES / "policies" / NAME, PAGES / "every_window" / "every_window.parquet")
     test = lists["words", "test"]
     cells = front(lists["words", "validation"])
@@ -78,14 +81,12 @@ def measured(out: Path) -> dict[str, Any]:
             "forwards": float(test.forwards[cell][seed].mean()),
         }
         for batch in BATCHES:
-            times = []
+            found[shown(cell)][f"batch {batch}"] = rounds = []
             for number in range(ROUNDS):
                 results = ResultFolder(out / f"{number}-{batch}" / "results")
                 rows = results.rows("word_problems", name(cell))
                 whole, own = np.mean([(row.seconds, row.policy_seconds) for row in rows], axis=0)
-                times.append((1000 * whole, own / whole))
-            taken, share = np.median(times, axis=0)
-            found[shown(cell)][f"batch {batch}"] = [round(float(taken), 3), round(float(share), 4)]
+                rounds.append((round(float(1000 * whole), 3), round(float(own / whole), 4)))
     return found
 
 
@@ -113,13 +114,28 @@ def front(validation: Decodes) -> list[Cell]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Returns a row for each rule or policy: milliseconds a problem, and the policy's share."""
+    """Returns times of all, and of learned policies beside the rules of the nearest accuracy.
+
+    The first table has medians over rounds and the policy's share, the second one medians and
+    extremes of the ratio of both times in a round.
+    """
     lines = [["policy", "right, %", "forwards", *(f"batch {batch}" for batch in BATCHES)]]
     for cell, one in results.items():
-        times = [one[f"batch {batch}"] for batch in BATCHES]
+        times = [np.median(one[f"batch {batch}"], axis=0) for batch in BATCHES]
         entries = [f"{taken:.1f} ms, {100 * share:.1f} %" for taken, share in times]
         lines.append([cell, f"{100 * one['right']:.1f}", f"{one['forwards']:.1f}", *entries])
-    return table(lines)
+    beside = [["policy", "rule", *(f"batch {batch}" for batch in BATCHES)]]
+    rules = [cell for cell in results if not cell.startswith("every")]
+    for cell in [cell for cell in results if cell not in rules]:
+        own = results[cell]
+        rule = min(rules, key=lambda one: abs(results[one]["right"] - own["right"]))
+        ratios = [
+            np.divide(own[name], results[rule][name])[:, 0]
+            for name in (f"batch {batch}" for batch in BATCHES)
+        ]
+        entries = [f"{np.median(one):.2f} ({one.min():.2f} to {one.max():.2f})" for one in ratios]
+        beside.append([cell, rule, *entries])
+    return table(lines) + "\n" + table(beside)
 
 
 if __name__ == "__main__":

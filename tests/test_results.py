@@ -41,6 +41,7 @@ def test_the_table_of_the_quickstart_is_that_of_the_kept_run():
         ("elsewhere/feature_tiers.json", "feature_tiers", 1),
         ("elsewhere/policy_transfer.parquet", "policy_transfer", 1),
         ("elsewhere/warm_start.parquet", "warm_start", 1),
+        ("every_window/policy_clock.json", "policy_clock", 2),
         ("rl/rl_methods.json", "rl_methods", 1),
         ("rl/block_widening.parquet", "block_widening", 1),
         ("lockstep/lockstep.parquet", "kept_decodes", 3),
