@@ -75,6 +75,8 @@ LISTS = {
 BATCHES = (1, 16, 64)
 BLOCKS = yaml.safe_load((CONFIGS / "blocks.yaml").read_text(encoding="utf-8"))
 """A decoder's window, cache and settings."""
+HALF = "--model.backbone.init_args.dtype", "bfloat16"
+"""The model's weights while policies are trained; decodes that are measured have float32."""
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "real_model"
 
 
@@ -222,10 +224,10 @@ def distil(run: Commands, seed: int) -> None:
     drawn = "--seed_everything", seed, "--model.seed", seed
     prompts = stories("train", sizes.traces, 1000 + seed)
     fitted = "--model.projector_prompts", 16
-    run.command(folder, "predict", "traces", *model(run), *drawn, *prompts, *fitted)
+    run.command(folder, "predict", "traces", *model(run), *HALF, *drawn, *prompts, *fitted)
     updates = sizes.head_updates
     limits = ("--trainer.max_steps", updates, "--trainer.val_check_interval", updates // 5)
-    run.command(folder, "fit", "tracelock", *model(run), *limits, *seed_flags(seed))
+    run.command(folder, "fit", "tracelock", *model(run), *HALF, *limits, *seed_flags(seed))
 
 
 def train_on_outcomes(run: Commands, seed: int) -> None:
@@ -234,7 +236,7 @@ def train_on_outcomes(run: Commands, seed: int) -> None:
     steps, prompts = sizes.outcome_steps, sizes.outcome_prompts
     rows = 8 * prompts  # eight decodes of each prompt, in one update
     run.command(
-        place(run, f"seed-{seed}"), "fit", "outcome", *model(run), *seed_flags(seed),
+        place(run, f"seed-{seed}"), "fit", "outcome", *model(run), *HALF, *seed_flags(seed),
         *stories("train", steps * prompts, 2000 + seed),
         *("--data.val_tasks",
           problems("stories.Stories", "train", sizes.outcome_validation, seed=101)),
