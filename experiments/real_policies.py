@@ -30,7 +30,7 @@ import yaml
 from chain import keep_decodes, problems, read_decodes, seed_flags, standard_error, table
 from policy_bench import LEARNT, NEAR, POLICIES, Cell, Decodes, choice, contest, interval, p_values
 from real_model import CONFIGS, Commands, parents, stories
-from real_results import fastest_best, read
+from real_results import fastest_best
 
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.system.files import write_atomically
@@ -76,7 +76,7 @@ BATCHES = (1, 16, 64)
 BLOCKS = yaml.safe_load((CONFIGS / "blocks.yaml").read_text(encoding="utf-8"))
 """A decoder's window, cache and settings."""
 HALF = "--model.backbone.init_args.dtype", "bfloat16"
-"""The model's weights while policies are trained; decodes that are measured have float32."""
+"""Flags of the model's weights."""
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "real_model"
 
 
@@ -94,8 +94,6 @@ def main() -> None:
     parser.add_argument("--batch_rows", type=int, default=4, help="an eighth of a batch's decodes")
     parser.add_argument("--train_seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--outcome_seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--decodes", type=Path, default=PAGE / "real_model.parquet",
-                        help="of rules on the test list, by real_model.py")  # fmt: skip
     parser.add_argument("--results", type=Path, help="one row a decode [in OUT, or at the page]")
     for size in fields(Sizes):
         parser.add_argument(f"--{size.name}", type=int, default=size.default)
@@ -109,7 +107,7 @@ def main() -> None:
             clock(run)
         else:
             make(run)
-    print(report(options.results, options.decodes, options.model))
+    print(report(options.results))
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -124,10 +122,9 @@ def make(run: Commands) -> None:
         for setting in settings
     }
     decode(run, "rules", "validation", rules)
-    here = lists(run.options.results, run.options.decodes, run.options.model)
-    best = {shown(cell): rules[shown(cell)] for cell in front(here["validation"])}
-    known = {shown(cell) for cell in here["test"].correct} if "test" in here else set()
-    decode(run, "rules", "test", {one: best[one] for one in best if one not in known})
+    validation = lists(run.options.results)["validation"]
+    best = {shown(cell): rules[shown(cell)] for cell in front(validation)}
+    decode(run, "rules", "test", best)
     seeds = run.options.train_seeds
     for seed in seeds:
         distil(run, seed)
@@ -165,13 +162,13 @@ def place(run: Commands, by: str) -> str:
 
 
 def model(run: Commands) -> tuple[object, ...]:
-    """Returns the flags of the model that decodes."""
+    """Returns the flags of the model."""
     name = run.options.model
     if run.kept(name) is None:
         places = f"{run.options.kept} or {run.out / 'kept'}"
         raise SystemExit(f"--model: expected an adapter {name} in {places}, got none")
     run.merged("block")  # the other one's base
-    return run.merged(name)
+    return *run.merged(name), *HALF
 
 
 def listed(run: Commands, which: str, count: int | None = None) -> tuple[object, ...]:
@@ -224,10 +221,10 @@ def distil(run: Commands, seed: int) -> None:
     drawn = "--seed_everything", seed, "--model.seed", seed
     prompts = stories("train", sizes.traces, 1000 + seed)
     fitted = "--model.projector_prompts", 16
-    run.command(folder, "predict", "traces", *model(run), *HALF, *drawn, *prompts, *fitted)
+    run.command(folder, "predict", "traces", *model(run), *drawn, *prompts, *fitted)
     updates = sizes.head_updates
     limits = ("--trainer.max_steps", updates, "--trainer.val_check_interval", updates // 5)
-    run.command(folder, "fit", "tracelock", *model(run), *HALF, *limits, *seed_flags(seed))
+    run.command(folder, "fit", "tracelock", *model(run), *limits, *seed_flags(seed))
 
 
 def train_on_outcomes(run: Commands, seed: int) -> None:
@@ -236,7 +233,7 @@ def train_on_outcomes(run: Commands, seed: int) -> None:
     steps, prompts = sizes.outcome_steps, sizes.outcome_prompts
     rows = 8 * prompts  # eight decodes of each prompt, in one update
     run.command(
-        place(run, f"seed-{seed}"), "fit", "outcome", *model(run), *HALF, *seed_flags(seed),
+        place(run, f"seed-{seed}"), "fit", "outcome", *model(run), *seed_flags(seed),
         *stories("train", steps * prompts, 2000 + seed),
         *("--data.val_tasks",
           problems("stories.Stories", "train", sizes.outcome_validation, seed=101)),
@@ -249,7 +246,7 @@ def train_on_outcomes(run: Commands, seed: int) -> None:
 
 def measure(run: Commands, policy: str, seeds: Sequence[int], which: Sequence[str]) -> None:
     """Decodes lists with a policy at the thresholds that validation chooses."""
-    levels = chosen(lists(run.options.results, None, "")["validation"], policy)
+    levels = chosen(lists(run.options.results)["validation"], policy)
     folder = "seed" if policy == "tracelock" else policy
     for seed, one in itertools.product(seeds, which):
         decode(run, f"{folder}-{seed}", one, learned(run, policy, seed, levels))
@@ -263,7 +260,7 @@ def chosen(validation: Decodes, policy: str) -> list[str]:
 
 def clock(run: Commands) -> None:
     """Measures rules of the test and the first seed's policies, in batches of several sizes."""
-    here = lists(run.options.results, None, "")
+    here = lists(run.options.results)
     rules = {shown(cell): POLICIES[cell[0]][cell[2]] for cell in front(here["validation"])}
     policies = {
         name: decoder
@@ -307,30 +304,20 @@ def collect(run: Commands) -> None:
 # -- results ---------------------------------------------------------------------------------------
 
 
-def lists(path: Path, known: Path | None, model: str) -> dict[str, Decodes]:
-    """Reads decodes by list; test decodes of rules may also be known from ``real_model.py``."""
+def lists(path: Path) -> dict[str, Decodes]:
+    """Reads decodes by list."""
     found: dict[str, Decodes] = {}
     for (which, _, method), (forwards, correct) in read_decodes(path).items():
         policy, setting = method.split("_")
         here = found.setdefault(which, Decodes({}, {}, {}))
         cell = policy, "blocks", setting
         here.forwards[cell], here.correct[cell] = forwards, correct
-    if known is not None and known.exists():
-        frame = read(known)[0].to_pandas()
-        frame = frame[frame.model == model].sort_values("uid")
-        here = found.setdefault("test", Decodes({}, {}, {}))
-        for method, rows in frame.groupby("method", observed=True):
-            policy, _, setting = method.partition("_")
-            if setting in GRID.get(policy, ()):
-                cell = policy, "blocks", setting
-                here.forwards[cell] = rows.forwards.to_numpy(float)[None]
-                here.correct[cell] = rows.correct.to_numpy(float)[None]
     return found
 
 
-def report(path: Path, known: Path, model: str) -> str:
+def report(path: Path) -> str:
     """Returns the tables of a results file."""
-    found = lists(path, known, model)
+    found = lists(path)
     texts = [contests_table(found), cells_table(found)]
     clocked = path.with_suffix(".json")
     if clocked.exists():

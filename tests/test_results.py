@@ -117,10 +117,8 @@ def test_rows_of_the_real_model_are_those_of_the_kept_decodes(imported):
         decoded, facts = results["read"](RESULTS / "real_model" / f"{name}.parquet")
         rows |= set(results["tables"](decoded.to_pandas(), facts).splitlines())
     policies = imported("experiments/real_policies.py")
-    known = RESULTS / "real_model" / "real_model.parquet"
-    for path in known.parent.glob("real_policies*.parquet"):
-        model = "further" if "further" in path.stem else "block"
-        rows |= set(policies["report"](path, known, model).splitlines())
+    for path in (RESULTS / "real_model").glob("real_policies*.parquet"):
+        rows |= set(policies["report"](path).splitlines())
     setting = r"[a-z-]+_[\d.]+ \|.*"
     first, second = rf"[a-z-]+ \| (?:[a-z-]+ \|.*|{setting})", rf"(?:[a-z ]+ \| )?{setting}"
     shown = re.findall(rf"^\| (?:{first}|{second})", page("real_model"), re.MULTILINE)

@@ -233,18 +233,13 @@ def test_policies_on_the_real_model_meet_rules_that_validation_chose(
         (which, "stories", method, seed - (len(right) == 1), f"u{uid}", digit == "1", forwards)
         for which in ("validation", "test")
         for method, (forwards, right) in verdicts.items()
-        if (which, method) != ("test", "threshold_0.9")
         for seed, digits in enumerate(right)
         for uid, digit in enumerate(digits)
     ]
-    path, known = tmp_path / "policies.parquet", tmp_path / "known.parquet"
-    write_rows(path, rows, chain["SCHEMA"])
-    # The test decodes of threshold 0.9 are those of the first part; another model's are left alone.
-    here = [("block", "stories", "threshold_0.9", f"u{uid}", True, 8, 0.5) for uid in range(4)]
-    other = [("sft", "stories", "threshold_0.6", f"u{uid}", True, 1, 0.5) for uid in range(4)]
-    write_rows(known, here + other, imported("experiments/real_results.py")["SCHEMA"])
-    known.with_suffix(".json").write_text("{}")
-    text = script["report"](path, known, "block")
+    path = tmp_path / "policies.parquet"
+    columns = dict(zip(chain["SCHEMA"].names, map(list, zip(*rows, strict=True)), strict=True))
+    pq.write_table(pa.table(columns, schema=chain["SCHEMA"]), path)
+    text = script["report"](path)
     # At 6 forwards half of the problems are decoded by either: (0.5 + 1) / 2 = 0.75.
     (line,) = re.findall(r"\| test \| tracelock_0\.8 \| most accurate \| (.*)", text)
     right, forwards, rules, difference, _ = line.split(" | ")
@@ -252,11 +247,6 @@ def test_policies_on_the_real_model_meet_rules_that_validation_chose(
     assert (forwards, rules) == ("6.0", "75.0 (threshold_0.6, threshold_0.9)")
     assert difference.startswith("+12.5 [")
     assert "| threshold_0.9 | 100.0 ± 0.0 @ 8.0 | 100.0 ± 0.0 @ 8.0 |" in text
-
-
-def write_rows(path: Path, rows: list[tuple[Any, ...]], schema: pa.Schema) -> None:
-    columns = dict(zip(schema.names, map(list, zip(*rows, strict=True)), strict=True))
-    pq.write_table(pa.table(columns, schema=schema), path)
 
 
 def test_harder_stories_are_worked_out_and_share_no_sentence_with_training(
