@@ -412,8 +412,10 @@ def _decoding(policy: _Model, run: Mapping[str, Any]) -> dict[str, int]:
     """Returns what the largest decoder takes, since they decode one after the other."""
     longest = max(run["response"], run.get("val_response_length") or 0)
     swept = [_options(one)["decoder"] for one in (run.get("sweep") or {}).values()]
-    decoders = [*(run.get("decoders") or {}).values(), *swept] or [{}]
-    each = [policy.decoding({**run, "response": longest}, _options(one)) for one in decoders]
+    decoders = [_options(one) for one in [*(run.get("decoders") or {}).values(), *swept]] or [{}]
+    windows = [_options(one) for one in (run.get("windows") or {}).values()]
+    placed = [{**one, "cache": None, **window} for one in decoders for window in windows]
+    each = [policy.decoding({**run, "response": longest}, one) for one in placed or decoders]
     return max(each, key=lambda parts: sum(parts.values()))
 
 

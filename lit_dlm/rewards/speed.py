@@ -40,8 +40,8 @@ class PriceConstraint:
         self, price: float, start: Mapping[str, float], now: Mapping[str, float], *, most: float
     ) -> float:
         """Returns the price after a validation, ``most`` at most; accuracies are by name."""
-        # Of each window, for a mean could rise while one pays. The rest is rounding's.
-        holds = all(now[name] >= least - self.margin - 1e-9 for name, least in start.items())
+        # A run may go on with other windows than it began with. 1e-9 is for rounding.
+        holds = all(now[name] >= start[name] - self.margin - 1e-9 for name in now.keys() & start)
         return min(2 * price, most) if holds else price / 2
 
 

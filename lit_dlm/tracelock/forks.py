@@ -3,7 +3,8 @@
 The first response to a prompt is the greedy decode, at the policy's threshold. Each of the others
 is the same decode with one decision changed: a candidate that was committed is left, or the other
 way round. What its reward differs by is due to this decision, which alone is trained. Decisions are
-drawn by how open they are, ``p (1 - p)`` with the probability ``p`` of a commit.
+drawn by how open they are, ``p (1 - p)`` with the probability ``p`` of a commit. A fork in which
+the stall rule commits again what was left is the same decode, and trains nothing.
 """
 
 from __future__ import annotations

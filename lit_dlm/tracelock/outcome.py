@@ -5,8 +5,7 @@ the model is frozen and the acceptance network *draws* the commits. A sample is 
 its states are the steps, and its tokens are the candidates of a step, each with the log-probability
 that it was committed or left. The record's features hold what the network saw at each step.
 
-Similar policies, with confidences as their only input and other rewards: arXiv 2512.09106,
-2510.05725.
+Similar policies, of confidences alone and for other rewards: arXiv 2512.09106, 2510.05725.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.projection import Projector, feature_groups
 from lit_dlm.decoding import CacheScheme, Decoder, Window
 from lit_dlm.rewards.speed import ForwardPrice, PriceConstraint
+from lit_dlm.rl.advantages import LessFirst
 from lit_dlm.rl.batch import Inputs, RolloutBatch, SampleBuilder, Tokens
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.step import TokenScores
@@ -44,7 +44,7 @@ from lit_dlm.trajectories.capture import FeatureCapture, StepSignal, TrajectoryC
 from lit_dlm.trajectories.record import Trajectory
 
 HELD_BYTES = 2**30
-"""Bytes of an RL step's features that stay in memory; the rest goes to a file without a name. Of
+"""Bytes of a capture's features that stay in memory; the rest goes to a file without a name. Of
 several processes each has the features of all in memory."""
 
 _PRICE = "price_constraint"  # key in a checkpoint
@@ -71,9 +71,7 @@ class CommitCapture(TrajectoryCapture):
             whole_response=False,  # the network scores candidates alone
         )
         signals: dict[str, StepSignal] = {
-            "step_commit": lambda step: torch.where(
-                step.candidates, step.commit.to(torch.int8), -1
-            ),
+            "step_commit": lambda step: torch.where(step.candidates, step.commit.char(), -1),
             "step_log_odds": lambda step: policy.log_odds(step.scores),
         }
         super().__init__(
@@ -119,15 +117,13 @@ class CommitInputs(Inputs):
     step: Tensor  # (K,) int64
     visible: Tensor  # (K, G) bool: masked positions that the network saw
     commit: Tensor  # (K, G) bool: positions that the step committed
-    # (n, F) float32 of the visible positions, state by state; read from the records when selected,
-    # since those of all samples may not fit into memory.
+    # (n, F) float32 of the visible positions, state by state; read from the records when selected.
     features: Tensor | None = None
 
     def select(self, states: Tensor) -> CommitInputs:
         record, step, visible = self.record[states], self.step[states], self.visible[states]
         rows = []
-        steps = zip(record.tolist(), step.tolist(), visible.numpy(), strict=True)
-        for number, at, seen in steps:
+        for number, at, seen in zip(record.tolist(), step.tolist(), visible.numpy(), strict=True):
             stored = self.records[number].features
             assert stored is not None
             rows.append(stored.features[at, seen[: stored.features.shape[1]]])
@@ -275,8 +271,7 @@ class TraceLockRLModule(TraceRLModule):
         ),
         **common: Any,
     ) -> None:
-        # What is given here is no option of the command line: commits have no states to draw, no
-        # tokens to weigh and no values.
+        # Given here, so no options: commits have no states to draw, no tokens to weigh, no values.
         super().__init__(
             backbone,
             optimizer=optimizer,
@@ -310,6 +305,7 @@ class TraceLockRLModule(TraceRLModule):
         decoder = self.decoders[self.method]
         drawn = self._check_rollouts(decoder)
         if forks:
+            one_of(0.0, of="with forks, sampler.", temperature=decoder.sampler.temperature)
             self.online_rollouts = ForkedRollouts
             self.decoders[self.method] = decoder.replace(policy=ForkedPolicy.of(drawn))
         if windows is not None:
@@ -317,6 +313,10 @@ class TraceLockRLModule(TraceRLModule):
             self.rollout_methods = self._in_windows(windows, self.method)
             each = [self._in_windows(windows, method) for method in self.val_methods]
             self.val_methods = tuple(chain(*each))
+        for name in self.rollout_methods:  # a pipeline's stall rule commits a cell in each block
+            window = self.decoders[name].window
+            pipelined = window is not None and window.pipelined
+            one_of(False, of=f"{_COMMITS}decoders.{name}.window.", pipelined=pipelined)
 
     def _in_windows(self, windows: Mapping[str, RolloutWindow], method: str) -> tuple[str, ...]:
         """Adds a decoder for each window, with the other parts of ``method``; returns the names."""
@@ -335,8 +335,8 @@ class TraceLockRLModule(TraceRLModule):
         of = f"{_COMMITS}decoders.{self.method}."
         policy = of_kind(decoder.policy, TraceLockPolicy, option=f"{of}policy")
         within("(0, inf)", of=f"{of}policy.", temperature=policy.temperature)
-        # A cap would drop commits that were drawn, and the stall rule's commit is part of what is
-        # scored (``CommitSamples.samples``).
+        within("(0, 1)", of=f"{of}policy.", threshold=policy.commits.threshold)
+        # A cap would drop drawn commits; the stall rule's is in what ``CommitSamples`` scores.
         of = f"{of}settings."
         one_of(None, of=of, max_commits_per_step=decoder.settings.max_commits_per_step)
         one_of("top1", of=of, stall_rule=decoder.settings.stall_rule)
@@ -351,10 +351,14 @@ class TraceLockRLModule(TraceRLModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        if stage != "fit" or self.constraint is None:
+        if stage != "fit":
             return
-        rewards = self.trainer.datamodule.rewards  # type: ignore[attr-defined]
-        self._priced = next((one for one in rewards if isinstance(one, ForwardPrice)), None)
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if self.online_rollouts is ForkedRollouts:  # others credit what changed nothing
+            of_kind(data.advantage, LessFirst, option="with model.forks, data.advantage")
+        if self.constraint is None:
+            return
+        self._priced = next((one for one in data.rewards if isinstance(one, ForwardPrice)), None)
         if self._priced is None:
             refuse("data.rewards", "ForwardPrice, for a price that changes", "none")
         self._most = self._priced.price
@@ -364,15 +368,16 @@ class TraceLockRLModule(TraceRLModule):
 
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
-        if self.constraint is None or self._priced is None or self.loop.validation is None:
+        priced, validation = self._priced, self.loop.validation
+        if self.constraint is None or priced is None or validation is None:
             return
-        now = {k: v for k, v in self.loop.validation.last.items() if k.endswith("accuracy")}
+        # Of each window if there are several: their mean could rise while one of them pays.
+        each = {k: v for k, v in validation.last.items() if k.endswith("/accuracy")}
+        now = each or {"accuracy": validation.last["accuracy"]}
         if self._start and not self.trainer.sanity_checking:
-            price = self._priced.price
-            price = self.constraint.next(price, self._start, now, most=self._most)
-            self._priced.price = price
+            priced.price = self.constraint.next(priced.price, self._start, now, most=self._most)
         self._start = {**now, **self._start}
-        self.log("val/price", self._priced.price, sync_dist=True)
+        self.log("val/price", priced.price, sync_dist=True)
 
     def train(self, mode: bool = True) -> TraceLockRLModule:
         super().train(mode)
@@ -389,8 +394,7 @@ class TraceLockRLModule(TraceRLModule):
         return self._drawn(batch, self.scorer.head)
 
     def _drawn(self, batch: RolloutBatch, head: torch.nn.Module) -> TokenScores:
-        hidden, scored = batch.states.hidden, batch.states.supervised
-        inputs = batch.inputs
+        hidden, scored, inputs = batch.states.hidden, batch.states.supervised, batch.inputs
         assert isinstance(inputs, CommitInputs)
         assert inputs.features is not None
         states = torch.where(hidden, int(PositionState.GEN), int(PositionState.LOCKED))
@@ -415,12 +419,12 @@ class TraceLockRLModule(TraceRLModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         drop_backbone(checkpoint)
-        if self.constraint is not None and self._priced is not None:
+        if self._priced is not None:
             checkpoint[_PRICE] = {"price": self._priced.price, "start": self._start}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        if self.constraint is not None and self._priced is not None and _PRICE in checkpoint:
+        if self._priced is not None and _PRICE in checkpoint:
             self._start = dict(checkpoint[_PRICE]["start"])
             self._priced.price = checkpoint[_PRICE]["price"]
 
@@ -439,6 +443,7 @@ class TraceLockRLModule(TraceRLModule):
         }
         policies = (self.decoders[name].policy for name in (*self.val_methods, self.method))
         policy = next(one for one in policies if isinstance(one, TraceLockPolicy))
-        self.scorer.commits = policy.commits
+        ours, self.scorer.commits = self.scorer.commits, policy.commits
         if self._trainer is None or self.trainer.is_global_zero:
             self.scorer.save(folder)
+        self.scorer.commits = ours  # draws may go by it

@@ -237,6 +237,14 @@ def test_decoding_counts_caches_and_logits() -> None:
     assert of(options).decoding == plan.decoding
 
 
+def test_windows_of_rollouts_are_planned_and_not_what_they_replace() -> None:
+    run = config()
+    run["model"]["init_args"]["windows"] = {"whole": {}, "cache": {"cache": "PrefixCache"}}
+    assert of(run).decoding == of(config()).decoding
+    del run["model"]["init_args"]["windows"]["cache"]
+    assert "caches" not in of(run).decoding
+
+
 def test_decoding_on_a_gpu_counts_graphs_and_a_column_for_their_padding() -> None:
     """The same in bfloat16: a forward of 200 tokens, its logits and a copy; 48 small results."""
     gpu: Any = {"accelerator": "gpu"}

@@ -17,6 +17,8 @@ def test_the_price_falls_while_a_window_is_below_its_start() -> None:
     ):
         now = {"a/accuracy": a, "b/accuracy": b, "c/accuracy": 0.0}
         assert rule.next(before, start, now, most=0.02) == pytest.approx(after)
+    # A resumed run of other windows holds those that it has.
+    assert rule.next(0.01, start, {"b/accuracy": 0.5, "c/accuracy": 0.0}, most=0.02) == 0.02
 
 
 def test_a_margin_below_zero_is_refused() -> None:

@@ -20,12 +20,13 @@ HEAD = AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=16, dropo
 def actor(window: BlockWindow | None = None, **options: Any) -> TraceLockRLModule:
     torch.manual_seed(3)
     backbone = policy(lora=False, **options.pop("family", {}))
-    drawn = TraceLockPolicy("none", threshold=0.6, temperature=0.7, max_accept_per_step=None)
+    commits = {"threshold": options.pop("threshold", 0.6), "max_accept_per_step": None}
+    drawn = TraceLockPolicy("none", temperature=0.7, **commits)
     decoder = Decoder(
         policy=drawn,
         window=window,
         quota=NoQuota(),
-        sampler=Sampler(),
+        sampler=options.pop("sampler", Sampler()),
         settings=DecodeSettings(eos_rule="fill", eos_gate=True),
     )
     sizes = ProjectorConfig(hidden_size=backbone.hidden_size, hidden_rank=6, delta_rank=3)

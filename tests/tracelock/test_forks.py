@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_dlm.decoding import BlockWindow
+from lit_dlm.decoding import BlockWindow, Sampler
 from lit_dlm.rl.advantages import LessFirst
 from lit_dlm.rl.rollout import ScoredRollout
 from lit_dlm.tracelock.forks import FORK, ForkedRollouts, open_decisions
@@ -114,6 +114,14 @@ def test_less_first() -> None:
     rewards = torch.tensor([0.5, 0.75, -0.5])
     found = LessFirst(scale=0.25, clip=3.0).compute(rewards)
     assert found.tolist() == [0.0, 1.0, -3.0]
+
+
+def test_forks_are_of_greedy_decodes_and_compared_with_the_first(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^with forks, sampler\.temperature: expected 0\.0, got"):
+        actor(forks=True, sampler=Sampler(temperature=1.0))
+    message = r"^with model\.forks, data\.advantage: expected LessFirst, got GroupZScore$"
+    with pytest.raises(ValueError, match=message):
+        fit(actor(family=WORDS, forks=True), rollout_data(), tmp_path, steps=1)
 
 
 def test_training_with_forks_resumes_and_takes_windows_in_turn(tmp_path: Path) -> None:

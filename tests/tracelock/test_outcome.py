@@ -23,6 +23,7 @@ from lit_dlm.decoding import (
     DecodeSettings,
     DualCache,
     NoQuota,
+    PipelineWindow,
     SlidingWindow,
     decode,
     prompt_canvas,
@@ -192,9 +193,14 @@ def test_a_policy_folder_decodes_as_the_module_did(tmp_path: Path) -> None:
     loaded = AcceptanceScorer.load(tmp_path / "policy")
     assert loaded.digest() == module.scorer.digest()
     assert loaded.commits == CommitSettings(threshold=0.6, max_accept_per_step=None)
+    assert module.scorer.commits == CommitSettings()  # of draws that name no threshold
     again = actor(policy=str(tmp_path / "policy"))
     for one, other in zip(decoded(module), decoded(again), strict=True):
         np.testing.assert_array_equal(one.commit_step, other.commit_step)
+    loaded.commits = CommitSettings(threshold=1.0)
+    loaded.save(tmp_path / "sure")
+    with pytest.raises(ValueError, match=r"policy\.threshold: expected a number in \(0, 1\)"):
+        actor(policy=str(tmp_path / "sure"), threshold=None)
 
 
 def learning(folder: Path, *, steps: int, resume: Path | None = None, **options: Any) -> Any:
@@ -283,6 +289,11 @@ def test_windows_take_turns_and_a_resumed_run_goes_on_with_the_next(tmp_path: Pa
             {"slid": RolloutWindow(window=SlidingWindow(3), cache=DualCache())},
             {},
             r"^windows\.slid\.cache: SlidingWindow has no blocks .*$",
+        ),
+        (
+            {"piped": RolloutWindow(window=PipelineWindow(3))},
+            {"attention": "block", "block_size": 3, "block_origin": "response"},
+            r"decoders\.drawn_piped\.window\.pipelined: expected False, got True$",
         ),
     ],
 )
