@@ -28,7 +28,8 @@ from lit_dlm.system.files import write_atomically
 from lit_dlm.system.options import at_least, of_kind, refuse, within
 from lit_dlm.system.terminal import PlainConsole
 from lit_dlm.tasks import PromptExample, Task, require_code_execution
-from lit_dlm.trajectories.store import RunRecord, completed_uids
+from lit_dlm.trajectories.store import RunRecord, TrajectoryShardReader, completed_uids
+from lit_dlm.trajectories.store.files import prompt_uid
 from lit_dlm.vision.pictures import picture_from_text
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,7 @@ _NUM_KEPT = 10_000  # number of verdicts kept for equal completions of other met
 class GradingQueue:
     """Grades completions in threads; code is executed in child processes, one per completion.
 
-    A completion that several methods share is graded once. The records of captured batches are made
-    in these threads too.
+    A completion that several methods share is graded once. Records are made in these threads, too.
     """
 
     def __init__(self, tasks: Mapping[str, Task], *, num_workers: int = 1) -> None:
@@ -207,8 +207,7 @@ class DecodeWriter(BasePredictionWriter):
                     "tokenizer": module.tokenizer_path,
                     **run.data["tasks"][task.name],
                 }
-                # Left out where it is the default, as in folders that were written before the
-                # option existed.
+                # Left out where it is the default, as in folders that are older than the option.
                 if module.chat_template:
                     settings["chat_template"] = module.chat_template
                 if not module.cut_at_eos:
@@ -225,28 +224,35 @@ class DecodeWriter(BasePredictionWriter):
     def _held(self, trainer: Trainer) -> Collection[str]:
         """Returns the keys of decodes that are already done; repairs the results first."""
         records = None if self._shards is None else self._shards.held
-        if self.results is None:
-            return records or ()
-        if trainer.is_global_zero and (removed := self.results.repair(records)):
-            message = "%s: makes %d results again, which are there twice or lack their trajectory"
-            logger.warning(message, self.results.folder, removed)
+        results = self.results
         if trainer.is_global_zero:
-            self._require_same_problems(self.results)
+            if results is not None and (removed := results.repair(records)):
+                message = "%s: makes %d results again, which are there twice or lack a trajectory"
+                logger.warning(message, results.folder, removed)
+            self._require_same_problems(trainer.datamodule.tasks)  # type: ignore[attr-defined]
         trainer.strategy.barrier("results_repaired")
-        return self.results.decode_uids()
+        return records or () if results is None else results.decode_uids()
 
-    def _require_same_problems(self, results: ResultFolder) -> None:
-        """Refuses results of problems that are others now, such as those of an edited file."""
-        assert self._queue is not None
-        problems = {one.uid: one for task in self._queue.tasks.values() for one in task.examples()}
-        for task, method in results.pairs():
-            for row in results.rows(task, method):
-                now = problems.get(row.prompt_uid)
-                if now is not None and now.digest != row.problem:
-                    raise ValueError(
-                        f"{results.method_folder(task, method)}: holds a result of another problem "
-                        f"under the uid {row.prompt_uid}. Use another run_dir, or remove the folder"
-                    )
+    def _require_same_problems(self, tasks: Sequence[Task]) -> None:
+        """Refuses decodes of problems that are others now, such as those of an edited file."""
+        problems = {one.uid: one for task in tasks for one in task.examples()}
+        for place, uid, problem in self._decoded():
+            now = problems.get(uid)
+            if now is not None and problem not in (now.digest, None):  # none in old records
+                raise ValueError(
+                    f"{place}: holds a decode of another problem under the uid {uid}. "
+                    "Use another run_dir, or remove the folder"
+                )
+
+    def _decoded(self) -> Iterator[tuple[Path, str, str | None]]:
+        """Yields place, prompt's uid and problem's digest of what results or shards hold."""
+        if (results := self.results) is not None:
+            for task, method in results.pairs():
+                for row in results.rows(task, method):
+                    yield results.method_folder(task, method), row.prompt_uid, row.problem
+        elif self._shards is not None and self._shards.held:
+            for record in TrajectoryShardReader(self._shards.folder, features=False):
+                yield self._shards.folder, prompt_uid(record.uid), record.meta.get("problem")
 
     # -- batches ---------------------------------------------------------------------------------
 

@@ -142,8 +142,8 @@ class DecodedBatch:
         return self.captured.trajectories(
             [self.uid(row) for row in range(len(self.examples))],
             [
-                {"task": example.task, "method": self.method, **image_facts(example)}
-                for example in self.examples
+                {"task": one.task, "method": self.method, "problem": one.digest, **image_facts(one)}
+                for one in self.examples
             ],
         )
 

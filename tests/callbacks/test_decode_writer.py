@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_what_only_one_of_both_folders_holds_is_made_again(tmp_path, caplog):
     for path in (tmp_path / "trajectories").glob("*.tar*"):
         path.unlink()
     predict(both(tmp_path))
-    assert "makes 12 results again, which are there twice or lack their trajectory" in caplog.text
+    assert "makes 12 results again, which are there twice or lack a trajectory" in caplog.text
     check(tmp_path, 12)
     (part,) = (tmp_path / "results" / "letters" / "random").glob("part-*.jsonl")
     lines = part.read_text().splitlines(keepends=True)
@@ -187,9 +188,10 @@ def test_every_decode_is_written_with_its_provenance_and_grade(tmp_path):
     assert right.tokens.tolist() == [40, 41, 42, 43]
     assert right.commit_step.tolist() == [0, 1, 2, 3]
     assert right.mask_id == MASK
+    problem = Letters(6).examples()[1].digest
     plain = {"task": "letters", "method": "confidence"}
-    assert right.meta == {**plain, "correct": True}
-    assert wrong.meta == {**plain, "correct": False, "score": 0.5}
+    assert right.meta == {**plain, "problem": problem, "correct": True}
+    assert wrong.meta == {**right.meta, "problem": ANY, "correct": False, "score": 0.5}
     assert grade_metadata(Verdict(status="ungraded")) == {"correct": None}
     assert records["letters/test/1@random"].commit_step.tolist() != [0, 1, 2, 3]
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".tar"}
@@ -205,7 +207,7 @@ def test_a_second_run_does_only_what_is_missing(tmp_path):
         assert module.backbone.forwards == forwards
     metas = [record.meta for record in TrajectoryShardReader(tmp_path)]
     assert len(metas) == 20
-    assert all(meta.keys() == {"task", "method"} for meta in metas)  # nothing is graded
+    assert all(meta.keys() == {"task", "method", "problem"} for meta in metas)  # nothing is graded
     assert first < set(tmp_path.glob("*.tar"))
 
 
@@ -248,13 +250,25 @@ def test_results_of_an_edited_problem_or_class_are_refused(tmp_path, caplog, mon
     caplog.set_level("INFO")
     again(6)
     assert "All 12 responses are in" in caplog.text
-    with pytest.raises(ValueError, match="result of another problem under the uid letters/test/2"):
+    with pytest.raises(ValueError, match="decode of another problem under the uid letters/test/2"):
         again(2)
     source = tmp_path / "edited.py"
     source.write_text("# edited")
     monkeypatch.setattr(sys.modules[Other.__module__], "__file__", str(source))
     with pytest.raises(ValueError, match=r"other settings \(sources.*Other: '\w+', now '\w+'"):
         again(6)
+
+
+def test_trajectories_of_an_edited_problem_are_refused(tmp_path):
+    def again(count: int, at: int) -> None:
+        def data(_, **more):
+            return PromptDataModule([Other(count, at)], **more)
+
+        predict(shards(tmp_path), data=data)
+
+    again(3, -1)
+    with pytest.raises(ValueError, match="decode of another problem under the uid letters/test/1"):
+        again(6, 1)
 
 
 def test_the_size_limit_stops_the_run_and_keeps_what_is_written(tmp_path):
