@@ -212,8 +212,9 @@ def side_path(shard: Path) -> Path:
 
 
 def shards_in(folder: Path) -> list[Path]:
-    """Shards of a folder that have their final name, sorted."""
-    return sorted(path for path in folder.glob("*.tar") if ShardName.parse(path) is not None)
+    """Shards of a folder that have their final name, sorted; a side file names one that is gone."""
+    named = {path for path in folder.glob("*.tar") if ShardName.parse(path) is not None}
+    return sorted(named.union(path.with_suffix("") for path in folder.glob("*.tar.json")))
 
 
 def shard_paths(paths: Sequence[Path]) -> list[Path]:

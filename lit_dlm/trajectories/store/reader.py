@@ -59,7 +59,8 @@ class TrajectoryShardReader:
         self.strict = strict
         self._sides: dict[Path, SideFile] = {}
         owners: dict[Path, dict[str, str]] = {}
-        for path in _named_shards(shards):
+        named = shards_in(Path(shards)) if isinstance(shards, (str, Path)) else map(Path, shards)
+        for path in named:
             try:
                 side = _side_of(path)
                 claim_uids(path.parent, side, owners.setdefault(path.parent, {}))
@@ -185,14 +186,6 @@ def stream(urls: Sequence[str | Path], *, features: bool = True) -> Iterator[Tra
         # A corrupt header ends a tar stream without an error.
         is_whole = num_blocks == len(entries)
         expect(is_whole, f"{url}: expected {len(entries)} blocks, got {num_blocks}")
-
-
-def _named_shards(shards: str | Path | Sequence[str | Path]) -> list[Path]:
-    if not isinstance(shards, (str, Path)):
-        return [Path(path) for path in shards]
-    folder = Path(shards)
-    # A shard that is gone is known by its side file.
-    return sorted({p.with_suffix("") for p in folder.glob("*.tar.json")}.union(shards_in(folder)))
 
 
 def _side_of(shard: Path) -> SideFile:

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.system.files import replacing
+from lit_dlm.system.json_lines import Allowance
 from lit_dlm.trajectories.format import COLUMNS, block_of, record_batch, records_of
 from lit_dlm.trajectories.record import Trajectory, expect
 from lit_dlm.trajectories.rows import located, non_ltr
@@ -140,6 +141,10 @@ def read_parquet(path: Path) -> tuple[Iterator[Trajectory], str | None]:
 
     def rows() -> Iterator[Trajectory]:
         for number in range(file.num_row_groups):
+            # Equal values are stored once: first count what the metadata declare.
+            group = file.metadata.row_group(number)
+            values = [group.column(i).num_values for i in range(group.num_columns)]
+            Allowance(path).take(8 * sum(values), 0)
             with located(f"{path}: row group {number}"):
                 table = file.read_row_group(number).combine_chunks()
                 # A column that is null in a whole group is one that its records lack.

@@ -273,7 +273,7 @@ def _batches(reader: TrajectoryShardReader, sample: int | None) -> Iterator[_Bat
                 key = (digest, method, record.meta.get("task"), writer, record.num_generated)
                 groups.setdefault(key, _Batch(run, method, [])).records.append(record)
     for group in groups.values():
-        size = int(group.run.hardware.get("batch_size") or 16)
+        size = max(int(group.run.hardware.get("batch_size") or 16), 1)
         for at in range(0, len(group.records), size):
             yield replace(group, records=group.records[at : at + size])
 

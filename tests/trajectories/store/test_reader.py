@@ -98,6 +98,7 @@ def test_missing_files_are_named(tmp_path):
     shards[0].unlink()
     with pytest.raises(TrajectoryFormatError, match=r"000000\.tar: is missing"):
         TrajectoryShardReader(tmp_path)
+    assert shard_paths([tmp_path]) == shards
     (tmp_path / f"{shards[1].name}.json").unlink()
     with pytest.raises(TrajectoryFormatError, match=r"000001\.tar\.json: is missing; .* recover"):
         TrajectoryShardReader(shards[1:])

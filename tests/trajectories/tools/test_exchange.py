@@ -106,6 +106,10 @@ def test_foreign_changed_and_damaged_parquet_is_refused_in_one_line(tmp_path):
         pq.write_table(changed, path)
         with pytest.raises(ValueError, match=message):
             list(read_parquet(path)[0])
+    many = pa.array([np.zeros(9_000_000, np.int32)] * 3, table.schema.field("tokens").type)
+    pq.write_table(table.set_column(at, table.schema.field("tokens"), many), path)
+    with pytest.raises(ValueError, match=r"other\.parquet: expected rows of at most .* MiB"):
+        list(read_parquet(path)[0])
     path.write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"other\.parquet"):
         read_parquet(path)

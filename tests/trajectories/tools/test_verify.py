@@ -272,6 +272,14 @@ def test_seeds_that_do_not_follow_from_the_runs_seed_are_named(small, backbone, 
     assert line.startswith("seed: 1 records, the first 'task/test/2@confidence', hold another seed")
 
 
+@pytest.mark.parametrize("size", [-1, 0, 2])
+def test_any_batch_size_of_a_strange_run_executes_all_records(small, backbone, tmp_path, size):
+    run, _ = run_of_shard(shards_in(small)[0])
+    run = replace(run, hardware={**run.hardware, "batch_size": size})
+    result = check(write_set(tmp_path / "set", read_all(small), run), backbone)
+    assert result.counts["exact"] == len(read_all(small))
+
+
 def test_levels_0_to_2_find_what_they_are_for(small, tmp_path):
     """Flipped bits of a block, a tar header and the end, a cut file, forged and lost files."""
     (shard,) = shards_in(small)
