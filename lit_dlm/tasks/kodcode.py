@@ -123,18 +123,20 @@ def checks(test_code: str, entry_point: str) -> tuple[str, str]:
 
     Imports of the answer and of pytest are removed, since the grader binds the answer's names and
     :data:`PYTEST` replaces pytest; every function named ``test_...`` becomes one assertion. Tests
-    that define ``check(candidate)`` are not changed.
+    that define ``check(candidate)`` alone are not changed.
     """
     try:
         tree = ast.parse(test_code)
     except (SyntaxError, ValueError) as error:
         return "", f"the tests do not parse ({error})"
-    tests = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-    if entry_point and "check" in tests:  # the form of HumanEval, which the grader knows
+    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    tests = {name: node for name, node in functions.items() if name.startswith("test")}
+    if entry_point and "check" in functions and not tests:  # HumanEval's form: the grader knows it
         return test_code, ""
-    tests = {name: node for name, node in tests.items() if name.startswith("test")}
     if reason := _why_ungraded(tree, tests, entry_point):
         return "", reason
+    if helper := functions.get("check"):  # within a block, or the grader would call it
+        tree.body[tree.body.index(helper)] = ast.If(ast.Constant(True), [helper], [])
     rewritten = ast.unparse(ast.fix_missing_locations(_WithoutImports().visit(tree)))
     # Each assertion is true once the function has returned, whatever it returned.
     return "\n".join([PYTEST, rewritten, *(f"assert [{name}()]" for name in tests)]), ""

@@ -150,6 +150,13 @@ def test_a_row_of_kodcode_in_the_form_of_humaneval_has_a_stub(tmp_path: Path):
     assert task.grade(example, "    return math.sqrt(x)").is_correct
 
 
+def test_a_helper_named_check_is_not_the_form_of_humaneval(tmp_path: Path):
+    tests = "from solution import half\ndef check(x):\n    assert half(2 * x) == x\n"
+    row = KOD | {"test_code": f"{tests}def test_a():\n    check(3)"}
+    task, example = only(tasks.KodCode, tmp_path, row, **RUNS)
+    assert task.grade(example, fenced(HALF)).is_correct
+
+
 @pytest.mark.parametrize(
     ("tests", "problem"),
     [
