@@ -314,7 +314,10 @@ def _curves(run: ReportedRun) -> list[Plot]:
     from lit_dlm.reports.plots import MAX_CURVES, THEMES, curve_figure, figure_bytes, read_curves
 
     plots = []
-    for name, curve in list(read_curves(run.folder).items())[:MAX_CURVES]:
-        drawn = (figure_bytes(curve_figure({"": curve}, one), dpi=110) for one in THEMES.values())
-        plots.append(Plot(f"{name}, training of {run.name}", *drawn))
+    for logs in sorted(run.folder.glob("**/logs")):  # a further training has a folder of its own
+        where = Path(run.name, logs.parent.relative_to(run.folder))
+        for name, curve in list(read_curves(logs).items())[:MAX_CURVES]:
+            themed = (curve_figure({"": curve}, one) for one in THEMES.values())
+            drawn = (figure_bytes(figure, dpi=110) for figure in themed)
+            plots.append(Plot(f"{name}, training of {where}", *drawn))
     return plots

@@ -87,7 +87,7 @@ class Run:
         """Returns accuracy against steps for each graded task, and the curves of training."""
         from lit_dlm.reports import plots  # imported here, as matplotlib takes a second
 
-        theme, curves = plots.THEMES["light"], plots.read_curves(self.folder)
+        theme, curves = plots.THEMES["light"], plots.read_curves(self.folder / "logs")
         front = plots.front_figure(summarise_folder(self.folder / "results"), theme)
         figures = [front, plots.curve_figure(curves, theme) if curves else None]
         drawn = [data_uri(plots.figure_bytes(one, dpi=100)) for one in figures if one is not None]

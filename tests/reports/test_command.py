@@ -33,6 +33,7 @@ def test_report_of_two_runs_links_every_failure_to_its_trace(tmp_path: Path):
     logs = tmp_path / "tuned" / "logs" / "version_0"
     logs.mkdir(parents=True)
     (logs / "metrics.csv").write_text("step,train/loss\n0,2\n1,1\n")
+    shutil.copytree(logs.parent, tmp_path / "tuned" / "round2" / "logs")
     out = tmp_path / "out"
     assert main([str(tmp_path / "base"), str(tmp_path / "tuned"), "--out", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == {
@@ -46,7 +47,8 @@ def test_report_of_two_runs_links_every_failure_to_its_trace(tmp_path: Path):
     assert {anchor["uid"][0] for anchor in anchors} == set(uids)
     assert sum(anchor.get("set") == ["1"] for anchor in anchors) == 4
     assert "2 of 4 wrong" in page
-    assert "train/loss, training of tuned" in page
+    for training in ("tuned", "tuned/round2"):
+        assert page.count(f"train/loss, training of {training}<") == 1
     text = (out / "report.md").read_text()
     assert "### t, base/m: 2 of 4" in text
     assert "[t/test/0#1](traces.html#uid=t%2Ftest%2F0%231%40m&set=1) |  | wrong | a1 |" in text
