@@ -111,8 +111,8 @@ def tables(compared: Sequence[PairedComparison]) -> Iterator[tuple[str, list[tup
         group = list(of_task)
         counts = {
             f"{task}, n =": [one.n for one in group],
-            ", only in A:": [one.left_out_a for one in group],
-            ", only in B:": [one.left_out_b for one in group],
+            ", left out of A:": [one.left_out_a for one in group],
+            ", left out of B:": [one.left_out_b for one in group],
             ", of other problems or templates:": [one.differing for one in group],
         }
         title = "".join(

@@ -22,7 +22,7 @@ class PairedComparison:
     method_a: str
     method_b: str
     n: int
-    left_out_a: int  # samples that only A has
+    left_out_a: int  # samples that B lacks, or that were not graded
     left_out_b: int
     differing: int  # samples whose problem or template is another one in B
     accuracy_a: float
@@ -79,16 +79,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def _pairs(
     task: str, first: Mapping[str, ResultRow], second: Mapping[str, ResultRow]
 ) -> list[tuple[ResultRow, ResultRow]]:
-    """The rows of both, by uid; refuses what no test can be made of."""
-    pairs = [(first[uid], second[uid]) for uid in sorted(first.keys() & second.keys())]
+    """The rows of both that were graded, by uid."""
+    both = ((first[uid], second[uid]) for uid in sorted(first.keys() & second.keys()))
+    # What was not graded is not ``correct``, and would count as wrong.
+    pairs = [pair for pair in both if all(row.verdict != "ungraded" for row in pair)]
     if not pairs:
         raise ValueError(
-            f"task {task!r}: no sample in common; A has {len(first)} such as {min(first)!r}, "
-            f"B has {len(second)} such as {min(second)!r}"
+            f"task {task!r}: no graded sample in common; A has {len(first)} such as "
+            f"{min(first)!r}, B has {len(second)} such as {min(second)!r}"
         )
-    for row in (row for pair in pairs for row in pair):
-        if row.verdict == "ungraded":  # its ``correct`` is false, and would count as wrong
-            raise ValueError(f"task {task!r}: sample {row.uid!r} of {row.method!r} was not graded")
     return pairs
 
 

@@ -70,9 +70,13 @@ def test_accuracies_of_tasks_with_scores_are_means_of_scores():
     assert found.accuracy_interval == (0.5, 0.5)
 
 
-def test_ungraded_samples_are_refused():
-    with pytest.raises(ValueError, match="sample 'a' of 'm' was not graded"):
-        compare_rows([row("a", verdict="ungraded")], [row("a")])
+def test_samples_that_either_side_has_not_graded_are_left_out():
+    a = [row("a", verdict="ungraded"), row("b"), row("c")]
+    b = [row("a"), row("b", verdict="ungraded"), row("c")]
+    found = compare_rows(a, b)
+    assert (found.n, found.left_out_a, found.left_out_b) == (1, 2, 2)
+    with pytest.raises(ValueError, match="no graded sample in common"):
+        compare_rows(a[:1], b[:1])
 
 
 def run(folder: Path, **methods: str) -> Path:
@@ -105,7 +109,7 @@ def test_methods_of_equal_name_are_paired_on_common_samples(tmp_path: Path, caps
     assert main([str(a), str(b / "results"), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "0.125" in shown
-    assert "t, n = 2 to 7, only in B: 0 to 1" in shown
+    assert "t, n = 2 to 7, left out of B: 0 to 1" in shown
     assert "The recorded settings are equal." in shown
     assert "| A x<br>B x | 14.3<br>85.7 | 1<br>6 | +71.4<br>(" in out.read_text()
 
@@ -128,7 +132,7 @@ def test_what_cannot_be_compared_is_explained(tmp_path: Path, capsys):
         results.append([row("9", task=task, method="x")])
     for arguments, message in (
         ([a, tmp_path / "b"], r"/a has t: x, y; .*/b has u: x"),
-        ([a, tmp_path / "c"], "no sample in common; A has 2 such as '0', B has 1 such as '9'"),
+        ([a, tmp_path / "c"], "no graded sample .* has 2 such as '0', B has 1 such as '9'"),
         ([a, a], "--a and --b"),
         ([a, a, "--a", "x"], "give both"),
         ([a, a, "--a", "x", "--b", "z"], "expected 'x' of A and 'z' of B on a common task"),
