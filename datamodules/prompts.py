@@ -114,7 +114,7 @@ class PromptDataModule(LightningDataModule):
         ]
 
     def _checked_methods(self, module: DecodeModule) -> list[str]:
-        methods = self.methods or list(module.decoders)
+        methods = list(dict.fromkeys(self.methods or module.decoders))
         at_least(1, methods=len(methods))
         for name in methods:
             one_of(*module.decoders, methods=name)
@@ -258,7 +258,6 @@ def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
 
 def drawn_length(lengths: Sequence[int], uid: str, *, seed: int) -> int:
     """Chooses a prompt's response length by a hash of its uid, the same for all its decodes."""
-    # By the prompt's uid, so that all methods, and all responses to a prompt, are compared at one
-    # length.
+    # By the prompt's uid: all methods, and all responses to a prompt, are compared at one length.
     digest = hashlib.sha256(f"length:{seed}:{uid}".encode()).digest()
     return lengths[int.from_bytes(digest[:8], "big") % len(lengths)]

@@ -111,7 +111,7 @@ class Words(Letters):
 
 
 def test_long_prompts_come_first():
-    found = work(data(tasks=[Words(7)], methods=["confidence"]))
+    found = work(data(tasks=[Words(7)], methods=["confidence", "confidence"]))  # decoded once
     assert [uid[-1] for _, uid in found] == [*"25", *"14", *"036"]
 
 
