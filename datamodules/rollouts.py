@@ -66,6 +66,9 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
             if self.engine is not None:
                 refuse("engine", f"none with {kind}", type(self.engine).__name__)
             refuse("source", f"online with {kind}", "shards")
+        for name in module.rollout_methods:  # training replays a block after the one before it
+            if getattr(module.decoders[name].window, "pipelined", False):
+                refuse(f"decoders.{name}.window", "blocks that wait for one another", "a pipeline")
         if self.shards is None:
             return module.online_rollouts(module, module.rollout_methods, self)
         logger.warning(

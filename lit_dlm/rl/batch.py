@@ -344,6 +344,7 @@ class SampleBuilder:
             supervised=states.supervised[taken],
             shown=None if states.shown is None else states.shown[taken],
             sample=sample,
+            one_copy=states.one_copy,
             prompt_rate=states.prompt_rate,
             prompt_seeds=None if seeds is None else seeds[taken],
         )

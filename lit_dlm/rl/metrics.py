@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rewards.rewarder import Rewarder
+from lit_dlm.rewards.speed import ForwardPrice
 from lit_dlm.rl.engine import Problem
 from lit_dlm.rl.rollout import (
     DecodingEngine,
@@ -112,8 +113,9 @@ def validation_of(
     tasks, response_length = settings.val_tasks or [], settings.val_response_length
     response_length = response_length or settings.response_length
     # Rewards after the filters see only groups worth training on, and nothing is filtered here.
-    # Copies: where training changes a price, validations with that of the start can be compared.
-    rewards = [copy.copy(reward) for reward in settings.rewards if not reward.after_filters]
+    rewards = [reward for reward in settings.rewards if not reward.after_filters]
+    # Where training changes a price, validations with that of the start can be compared.
+    rewards = [copy.copy(one) if isinstance(one, ForwardPrice) else one for one in rewards]
     if settings.rewards and not rewards:
         raise ValueError(
             "val_tasks: validation takes the rewards that do not come after the filters, but "

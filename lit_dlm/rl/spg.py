@@ -61,7 +61,8 @@ def upper_bound(log_prob: Tensor, batch: RolloutBatch, *, beta: float) -> Tensor
     response = tokens.div(supervised.shape[1], rounding_mode="floor")
     seen = response.bincount(minlength=len(batch.tokens.weight))
     # A coefficient is that of a mean over the answer's tokens; times their number: 1 / (n t).
-    share = batch.coefficient.to(log_prob.dtype).log() + seen.log()[batch.token]
+    length = batch.responses.maskable.sum(1)[batch.tokens.response]
+    share = batch.coefficient.to(log_prob.dtype).log() + length.log()[batch.token]
     scaled = beta * log_prob + share
     # A sum of exponentials relative to the largest, or beta times a small log-probability would
     # vanish in float32.

@@ -313,10 +313,6 @@ class TraceLockRLModule(TraceRLModule):
             self.rollout_methods = self._in_windows(windows, self.method)
             each = [self._in_windows(windows, method) for method in self.val_methods]
             self.val_methods = tuple(chain(*each))
-        for name in self.rollout_methods:  # a pipeline's stall rule commits a cell in each block
-            window = self.decoders[name].window
-            pipelined = window is not None and window.pipelined
-            one_of(False, of=f"{_COMMITS}decoders.{name}.window.", pipelined=pipelined)
 
     def _in_windows(self, windows: Mapping[str, RolloutWindow], method: str) -> tuple[str, ...]:
         """Adds a decoder for each window, with the other parts of ``method``; returns the names."""

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelChec
 
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.callbacks import AdapterCheckpoint, Interruption, RewardCurve, RolloutWriter
+from lit_dlm.decoding import PipelineWindow
 from lit_dlm.rewards import Graded, SpreadFilter
 from lit_dlm.rl.batch import RolloutBatch
 from lit_dlm.rl.rollout import (
@@ -146,6 +147,20 @@ def test_a_finished_run_that_is_started_again_rolls_out_nothing(
     fit(learner(), rollout_data(), tmp_path, steps=steps, **again)
 
 
+def test_early_stopping_waits_for_the_epochs_that_a_run_must_have(tmp_path: Path) -> None:
+    never = EarlyStopping("rollout/reward", mode="max", patience=1, min_delta=1e9)
+    rl = learner()
+    fit(rl, rollout_data(), tmp_path, steps=4, min_epochs=4, callbacks=[never])
+    assert rl.loop.steps_begun == 4
+
+
+def test_a_pipeline_of_blocks_is_refused(tmp_path: Path) -> None:
+    family = {"attention": "block", "block_size": 4, "block_origin": "response"}
+    piped = decoder(policy(**family)).replace(window=PipelineWindow(4))
+    with pytest.raises(ValueError, match=r"decoders\.piped\.window: expected .*, got a pipeline"):
+        fit(learner(family=family, decoders={"piped": piped}), rollout_data(), tmp_path)
+
+
 @pytest.mark.slow
 def test_stored_rollouts_replay_the_same_updates_and_are_not_written_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -257,6 +272,7 @@ def test_nothing_graded_is_no_accuracy(tmp_path: Path) -> None:
     for record in last_records(rl):  # of its own prompt
         assert record.num_generated == G
         assert record.prompt_ids.tolist() == rl.encode(examples[record.uid.partition("@")[0]])
+    assert rl.loop.validation.rewarder.rewards[0] is data.rewards[0]  # it may hold a model
     assert "reward" in rl.loop.validation.last
     assert "accuracy" not in rl.loop.validation.last
     assert "rollout/correct" not in rl.loop.current.metrics

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lit_dlm.finetuning.d2f import RisingMasking
 from lit_dlm.rl.batch import RolloutBatch, SampleBuilder, join, order_of_writing
 from lit_dlm.rl.step import score_batches, shard_samples
 from lit_dlm.training.masking import (
@@ -166,6 +167,12 @@ def test_weights_of_every_normalisation() -> None:
     samples = builder(block=True, normalise="group_mean").samples([trace([0, 0, 0, 1, 2, 3, 3, 3])])
     assert per_sample(samples, "position")[0] == [0, 1, 2, 4]
     torch.testing.assert_close(samples.tokens.weight[:4], torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]))
+
+
+def test_states_of_one_copy_are_laid_out_so() -> None:
+    """Behind a block with masks nothing clean of it may be seen."""
+    samples = builder(RisingMasking(), block=True).samples([trace([0, 1, 2, 3, 4, 5])])
+    assert samples.states.one_copy
 
 
 def test_a_row_cap_weighs_what_is_left() -> None:

@@ -62,17 +62,16 @@ def slow_spg(rl: TraceRLModule, samples: RolloutBatch, beta: float, mix: float) 
     total = torch.zeros((), dtype=torch.float64)
     for number in range(len(samples)):
         states, advantage = scores(rl, samples, number), float(samples.tokens.advantage[number])
-        bound = lower = sum(sum(one.values()) / len(one) for one in states) / 3
+        bound = lower = sum(sum(one.values()) / len(one) for one in states) / len(states)
         if advantage <= 0:
             seen = set().union(*states)
+            length = int(samples.responses.maskable[samples.tokens.response[number]].sum())
             uppers = []
             for cell in seen:
                 powers = [
-                    one[cell].exp() ** beta / (len(one) / len(seen))
-                    for one in states
-                    if cell in one
+                    one[cell].exp() ** beta / (len(one) / length) for one in states if cell in one
                 ]
-                uppers.append((sum(powers) / 3).log() / beta)
+                uppers.append((sum(powers) / len(states)).log() / beta)
             bound = mix * sum(uppers) / len(seen) + (1 - mix) * lower
         total = total - advantage * bound
     return total
@@ -158,11 +157,14 @@ def test_ebpo_clips_ratios_of_block_probabilities_in_states_that_show_wrong_toke
     compared(rl, total, slow_ebpo(rl, records, samples))
 
 
-@pytest.mark.parametrize(("beta", "mix"), [(1.5, 0.5), (2.0, 1.0)])
+@pytest.mark.parametrize(
+    ("masking", "beta", "mix"),
+    [(BLOCKWISE, 1.5, 0.5), (BoundViews(num_states=1), 2.0, 1.0)],  # one state leaves cells out
+)
 def test_spg_takes_the_lower_bound_of_good_responses_and_the_upper_one_of_bad(
-    beta: float, mix: float
+    masking: BoundViews, beta: float, mix: float
 ) -> None:
-    rl = module(policy(), masking=BLOCKWISE, policy_loss=SPG(beta=beta, mix=mix))
+    rl = module(policy(), masking=masking, policy_loss=SPG(beta=beta, mix=mix))
     samples, _ = prepared(rl, decoded(rl.backbone, 6))
     assert (samples.tokens.advantage > 0).sum() == 3
     total = rl.training_step(samples.select(every(samples), num_slots=1))

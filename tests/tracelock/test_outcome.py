@@ -23,7 +23,6 @@ from lit_dlm.decoding import (
     DecodeSettings,
     DualCache,
     NoQuota,
-    PipelineWindow,
     SlidingWindow,
     decode,
     prompt_canvas,
@@ -289,11 +288,6 @@ def test_windows_take_turns_and_a_resumed_run_goes_on_with_the_next(tmp_path: Pa
             {"slid": RolloutWindow(window=SlidingWindow(3), cache=DualCache())},
             {},
             r"^windows\.slid\.cache: SlidingWindow has no blocks .*$",
-        ),
-        (
-            {"piped": RolloutWindow(window=PipelineWindow(3))},
-            {"attention": "block", "block_size": 3, "block_origin": "response"},
-            r"decoders\.drawn_piped\.window\.pipelined: expected False, got True$",
         ),
     ],
 )
