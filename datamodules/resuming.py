@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -77,8 +78,7 @@ class EpochPlan(Plan):
 
     def __iter__(self) -> Iterator[list[ExampleRef]]:
         """Yields as many batches as a pass has, from the current point of training on."""
-        # Asked for when iteration starts. When the loader is made, a trainer that resumes is still
-        # at step 0.
+        # Asked for when iteration starts: as the loader is made, a resuming trainer is at step 0.
         first = self.batches_done()
         for number in range(first, first + len(self)):
             yield self.batch(number)
@@ -277,6 +277,9 @@ class ResumableDataModule(LightningDataModule):
         ``blocks`` and ``numbers`` are ``(N,)``, ``options`` those of :class:`EpochPlan`.
         """
         trainer = self.trainer
+        for one in trainer.callbacks if trainer else ():  # type: ignore[attr-defined]
+            if isinstance(one, GradientAccumulationScheduler):  # the place in the data is a product
+                refuse("trainer.callbacks", "one accumulate_grad_batches", type(one).__name__)
         accumulate = 1 if trainer is None else trainer.accumulate_grad_batches
         plan = EpochPlan(
             blocks,

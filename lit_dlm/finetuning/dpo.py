@@ -62,8 +62,7 @@ class DPOModule(SFTModule):
         self.beta = beta
 
     def loss_terms(self, batch: SupervisedBatch, states: States, stats: TokenStats) -> LossTerms:
-        # The same states: the noise of two estimates cancels in their difference only if both see
-        # the same masks.
+        # The same states: the noise of two estimates cancels only if both see the same masks.
         with torch.no_grad(), self.backbone.using_adapter(None):
             reference = self.score(batch, states)
         assert states.coefficient is not None

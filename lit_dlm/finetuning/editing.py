@@ -78,7 +78,8 @@ class EditModule(SFTModule):
         rate = self.most_wrong * noise(_RATE, cells[:, :1])
         is_noise = ~states.hidden & maskable & (noise(_WRONG, cells) < rate)
         drawn = self.allowed_ids[(noise(_TOKEN, cells) * len(self.allowed_ids)).long()]
-        shown = torch.where(is_noise & (drawn != clean), drawn, -1)
+        seen = -1 if states.shown is None else states.shown
+        shown = torch.where(is_noise & (drawn != clean), drawn, seen)
         supervised = states.supervised | (~states.hidden & maskable)
         states = replace(states, supervised=supervised, shown=shown)
         if not self.drafted:

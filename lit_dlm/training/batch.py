@@ -307,7 +307,8 @@ def needed_positions(
     example: SupervisedExample, *, response_length: int, spec: BackboneSpec, num_padding: int | None
 ) -> int:
     """Returns how many response positions take part in predicting an example's targets."""
-    if spec.attention != "block" or num_padding is None:
+    # The teacher of D2F, which such models are for, sees all.
+    if spec.attention != "block" or num_padding is None or spec.whole_prompt:
         return response_length
     last = max(1, example.answer_length(spec) + num_padding)
     return min(response_length, whole_blocks(last, len(example.prompt_ids), spec))

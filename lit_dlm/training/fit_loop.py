@@ -48,7 +48,7 @@ def is_over(trainer: Trainer) -> bool:
     """Whether no batch will be trained on; Lightning asks for batches before it sees that."""
     stoppers = trainer.early_stopping_callbacks
     has_stopped = any(one.wait_count >= one.patience for one in stoppers)
-    return has_stopped or trainer.fit_loop.done
+    return (has_stopped and trainer.fit_loop._can_stop_early) or trainer.fit_loop.done
 
 
 def is_followed(trainer: Trainer) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_dlm.datamodules.resuming import EpochPlan, FixedPlan
@@ -48,6 +49,14 @@ def test_a_fit_goes_on_with_the_processes_and_batches_it_began_with(
         return
     with pytest.raises(ValueError, match=f"ckpt_path: expected the same run .*{message}"):
         data.load_state_dict(state)
+
+
+def test_an_accumulation_that_changes_is_refused() -> None:
+    """Which examples come next follows from the number of updates times one accumulation."""
+    data = fitting("rows", 1, 1, 4)
+    data.trainer.callbacks = [GradientAccumulationScheduler({0: 1, 2: 4})]
+    with pytest.raises(ValueError, match=r"trainer\.callbacks: expected one accumulate_grad_batch"):
+        data.planned_training(list, np.arange(8), np.arange(8))
 
 
 def plan(num: int = 40, **changes: object) -> EpochPlan:

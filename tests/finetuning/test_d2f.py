@@ -9,7 +9,7 @@ from torch import Tensor
 from lit_dlm.finetuning.d2f import D2FModule, RisingMasking
 from lit_dlm.training.batch import SupervisedBatch
 from tests.decoding.slow_cache import slow_visibility
-from tests.finetuning.runs import small
+from tests.finetuning.runs import G, small
 from tests.training.reference import responses
 from tests.training.supervised import BLOCK, LEARNING, assert_same_loss, batch_of
 
@@ -86,6 +86,7 @@ def test_states_are_those_of_the_sample_in_any_batch() -> None:
     model.num_padding = 0
     few, many = (batch_of(model, count) for count in (1, 8))
     one, all_of_them = (model.masking.states(batch) for batch in (few, many))
+    assert batch_of(model, 1, cut=True).maskable.shape[1] == G  # the teacher sees all of it
     cells = few.maskable.shape[1]
     assert torch.equal(one.supervised[0], all_of_them.supervised[0, :cells])
     assert torch.equal(one.weight[0], all_of_them.weight[0, :cells])

@@ -10,6 +10,7 @@ from torch import Tensor
 from lit_dlm.finetuning.editing import EditModule
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.masking import RandomMasking
+from lit_dlm.training.states import States
 from tests.finetuning.runs import VOCAB, small
 from tests.training.supervised import BLOCK, LEARNING, assert_same_loss, batch_of, slow_log_probs
 
@@ -87,6 +88,17 @@ def test_states_do_not_depend_on_the_batch() -> None:
     assert not torch.equal(whole.shown[8], whole.shown[9])
     later = model.states(replace(batch, seeds=batch.seeds + 1))
     assert not torch.equal(whole.shown, later.shown)
+
+
+def test_wrong_tokens_that_a_state_shows_already_stay() -> None:
+    class Decoded(RandomMasking):
+        def states(self, batch: SupervisedBatch) -> States:
+            states = super().states(batch)
+            return replace(states, shown=torch.where(states.hidden, -1, 5))
+
+    model = editing(masking=Decoded(), most_wrong=0.0, drafted=0.0)
+    states = model.states(batch_of(model, 6))
+    assert torch.equal(states.shown, torch.where(states.hidden, -1, 5))
 
 
 def test_weights_that_depend_on_what_is_hidden_are_refused() -> None:
