@@ -78,7 +78,8 @@ def generate(
         seed: base seed; a sample's own seed follows from it and its uid.
         uids: names of the prompts and of their records; by default their numbers.
         trajectories: whether to record every decode.
-        observers: read-only callbacks, started anew for every batch.
+        observers: read-only callbacks, started anew for every batch. If one ends the decode of a
+            batch, only the responses that have ended are returned.
         progress: whether a terminal or a notebook shows how far it is, with more than ten prompts.
     """
     if isinstance(prompts, str) or not prompts or not all(prompts):
@@ -105,7 +106,7 @@ def generate(
     buckets = length_buckets([len(prompt.ids) for prompt in encoded], batch_size=batch_size)
     for rows in _tracked(buckets) if progress else buckets:
         with evaluating(backbone):
-            (batch,) = decode_stream(
+            stream = decode_stream(
                 backbone,
                 decoder,
                 WorkQueue(len(rows)),
@@ -115,13 +116,15 @@ def generate(
                 detokenizer=Detokenizer(backbone, tokenizer),
                 observers=[*captures, *observers],
             )
-        order += rows
-        done.ids += batch.responses.ids
-        done.num_steps += batch.result.num_steps.tolist()
-        done.status += batch.result.status
-        done.texts += batch.responses.texts
-        for capture in captures:
-            done.trajectories += capture.trajectories([names[row] for row in rows])
+            for batch in stream:  # one, or none if an observer has ended the decode
+                ended = [rows[number] for number in batch.numbers]
+                order += ended
+                done.ids += batch.responses.ids
+                done.num_steps += batch.result.num_steps.tolist()
+                done.status += batch.result.status
+                done.texts += batch.responses.texts
+                for capture in captures:
+                    done.trajectories += capture.trajectories([names[row] for row in ended])
     return _in_order(done, order)
 
 

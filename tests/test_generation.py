@@ -13,10 +13,16 @@ from lit_dlm.decoding import (
     BlockWindow,
     ConfidencePolicy,
     Decoder,
+    DecodeResult,
+    DecodeState,
     DualCache,
     FixedQuota,
     FullWindow,
+    NoQuota,
+    Observer,
+    StepRecord,
     TemplateLayout,
+    ThresholdPolicy,
 )
 from lit_dlm.decoding.regions import Region
 from tests.backbones.conftest import tiny_architecture
@@ -75,6 +81,36 @@ def test_trajectories_are_recorded_on_demand_in_the_order_of_the_prompts(backbon
         assert record.tokens.tolist()[: len(done.ids[number])] == done.ids[number]
         prompt = tokenizer.decode(record.prompt_ids)
         assert PROMPTS[number] in prompt
+
+
+class StopAt(Observer):
+    requires = frozenset()
+
+    def __init__(self, step: int) -> None:
+        self.last, self.step = step, 0
+
+    def on_start(self, state: DecodeState) -> None:
+        pass
+
+    def on_end(self, result: DecodeResult) -> None:
+        pass
+
+    def on_step(self, record: StepRecord) -> bool:
+        self.step += 1
+        return self.step >= self.last
+
+
+@pytest.mark.parametrize(("last", "count"), [(1, 0), (8, 1), (9, 2)])
+def test_an_observer_that_ends_a_decode_drops_what_has_not_ended(last: int, count: int) -> None:
+    """Alone, the first takes 9 steps, the second 8."""
+    asked = ["Tom has 34 pens, finds 7, loses 5. How many pens?", "Ann has 3 cups. How many cups?"]
+    decoder = Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota())
+    done = lit_dlm.generate(
+        "tiny", asked, decode=decoder, response_length=24, observers=[StopAt(last)],
+        trajectories=True,
+    )  # fmt: skip
+    assert done.num_steps == [9, 8][2 - count :]
+    assert [record.uid for record in done.trajectories] == ["0", "1"][2 - count :]
 
 
 @pytest.mark.parametrize("origin", ["sequence", "response"])

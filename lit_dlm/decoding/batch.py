@@ -177,8 +177,7 @@ class Batch:
         state = state.shifted(by, pad_id=pad_id)
         entering = entering.shifted(state.start - entering.start, pad_id=pad_id)
         index = row_index(ended, state.ids.device)
-        # New rows take over slots and not numbers of their own, as observers and results know rows
-        # by slots.
+        # New rows take over slots, not numbers of their own: observers and results go by slots.
         entering = replace(entering, rows=row_index(slots, state.ids.device))
         # No mask means no padding. Once either has some, both need one, else they cannot be joined.
         if state.pad_mask is not None or entering.pad_mask is not None:

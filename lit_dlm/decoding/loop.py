@@ -100,8 +100,7 @@ def decode_queue(
                 break
             if canvas is not None or (ended and is_open):
                 yield _refilled(batch, ended, canvas, observers)
-            # Without a new one the batch shrinks: a row without work would still cost a row in
-            # every later forward.
+            # Without a new one the batch shrinks: a row without work would cost each later forward.
             if ended[num_new:]:
                 batch.drop(ended[num_new:])
             if canvas is not None:
@@ -125,7 +124,7 @@ def decode_queue(
         now = time.perf_counter()
         batch.add_seconds(now - clock)
         clock = now
-    if batch.ended:
+    if batch.ended or is_stopped:
         result = batch.result()
         for observer in observers:
             observer.on_end(result)

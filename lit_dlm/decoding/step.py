@@ -155,8 +155,7 @@ def columns_to_predict(state: DecodeState, view: WindowView, requires: frozenset
     """``(b, K)`` int64 columns that go through the head: the window's, or the whole response."""
     columns = view.columns
     if "region" in requires:
-        # Policies that compare a position with its own past need it in every step, also outside the
-        # window.
+        # Policies that compare a position with its past need it in every step, outside windows too.
         region = torch.arange(state.start, state.ids.shape[1], device=columns.device)
         return region.expand(len(state.rows), -1)
     # A CPU pays for each row that passes the head. A GPU does not notice half a block, but would
@@ -191,11 +190,11 @@ def committed(
         return commit, by_policy
     if window.pipelined:
         stalled = window.stalled(state, candidates, commit, selection.scores)
-        return commit | stalled, by_policy & ~stalled.any(1)
+        commit, by_policy = commit | stalled, by_policy & ~stalled.any(1)
     # Asking first costs less than the ranking, which is mostly not needed.
     if not (reads_are_free(by_policy.device) and bool(by_policy.all())):
         best = top_quota(selection.scores, candidates, 1)
-        commit = torch.where(by_policy[:, None], commit, best)
+        commit = torch.where(commit.any(1, keepdim=True), commit, best)
     return commit, by_policy
 
 
@@ -242,8 +241,7 @@ def end_of_text_gate(state: DecodeState, candidates: Tensor, proposals: Tensor) 
     A row whose candidates all propose an end of text keeps them.
     """
     has_eos = (state.editable & torch.isin(state.ids, state.eos_ids)).any(1)
-    # Early ends of text are the usual failure of confidence orders: padding is what they are surest
-    # of.
+    # Early ends of text are the usual failure of confidence orders, which are surest of padding.
     other = candidates & ~torch.isin(proposals, state.eos_ids)
     keep_all = has_eos | ~other.any(1)
     return torch.where(keep_all[:, None], candidates, other)

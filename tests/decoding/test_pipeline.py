@@ -9,6 +9,7 @@ from lit_dlm.decoding import Decoder, PipelineWindow
 from tests.decoding.models import in_blocks, tiny_backbone
 from tests.decoding.slow_cache import slow_visibility
 from tests.decoding.states import as_rows_alone, decoded, state_with_masks
+from tests.fakes import EOS, TableBackbone, fake_spec, logits_for
 
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13, 14, 15, 16, 17]]
 D2F = {**in_blocks("response"), "whole_prompt": True, "vocab_size": 40}
@@ -103,6 +104,20 @@ def test_a_text_that_ends_is_the_releases_after_fewer_steps():
         fewer += until_end < forwards
     assert result.status == ["eos"] * 3
     assert fewer
+
+
+def test_a_gate_that_holds_back_all_of_the_first_block_stalls_no_row():
+    """Cells 1 to 3 propose the end of text before the rest has been written, which is unsure."""
+    ids, probs = [4, 4, 5, EOS, EOS, EOS, 6, 7, 6, 7], [0.5, 0.5, *[0.95] * 4, *[0.4] * 4]
+    backbone = TableBackbone(logits_for(ids, probs, 9))
+    changes = {"attention": "block", "block_size": 4, "block_origin": "response"}
+    backbone.spec = fake_spec(**changes, whole_prompt=True)
+    settings = d.DecodeSettings(eos_gate=True, eos_rule="fill")
+    result = decoded(pipeline(0.1, 0.95, settings=settings), backbone, [[4, 4]], 8)
+    assert result.ids[0, 2:].tolist() == [5, EOS, EOS, EOS, 6, 7, 6, 7]
+    assert (result.status, result.num_steps.tolist(), result.idle_steps.tolist()) == (
+        ["complete"], [6], [0],
+    )  # fmt: skip
 
 
 def test_rows_do_not_matter_and_a_last_block_may_be_cut_short():

@@ -128,8 +128,7 @@ class ThresholdPolicy(CommitPolicy):
     ) -> Selection:
         commit = candidates & self.is_sure(proposal.prob)
         if quota is not None:
-            # Those above the threshold are among the best, so this only adds where they are too
-            # few.
+            # Those above the threshold are among the best: this only adds where they are too few.
             commit = commit | top_quota(proposal.prob, candidates, quota)
         return Selection(commit, proposal.prob)
 
