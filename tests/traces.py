@@ -29,10 +29,10 @@ from tests.projectors import random_orthogonal
 PROJECTOR = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3, kind="random_orthogonal")
 
 
-def small_backbone(seed: int = 0) -> HFBackbone:
+def small_backbone(seed: int = 0, **changes: Any) -> HFBackbone:
     torch.manual_seed(seed)
-    changes = {"intermediate_size": 32, "family": "tiny", "forbidden_ids": (PAD,)}
-    return HFBackbone(architecture=Architecture(**{**SIZES, **changes})).eval()
+    own = {"intermediate_size": 32, "family": "tiny", "forbidden_ids": (PAD,)}
+    return HFBackbone(architecture=Architecture(**{**SIZES, **own, **changes})).eval()
 
 
 def small_projector() -> Projector:

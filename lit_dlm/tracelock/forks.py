@@ -35,8 +35,7 @@ class ForkedPolicy(TraceLockPolicy):
     ``temperature`` is that of the probabilities by which decisions are drawn and trained.
     """
 
-    # (3, n) int64: sample seed of a row, step and response position of its changed decision; no
-    # step is -1.
+    # (3, n) int64: sample seed of a row, step (-1 for none) and position of its changed decision.
     changed = torch.full((3, 1), -1)
 
     @classmethod

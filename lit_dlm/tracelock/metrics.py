@@ -18,6 +18,7 @@ from lit_dlm.decoding import DecodeSettings, Window
 from lit_dlm.decoding.state import Canvas, initial_state
 from lit_dlm.decoding.step import end_of_text_gate
 from lit_dlm.decoding.windows import default_window
+from lit_dlm.system.options import one_of
 from lit_dlm.tensors.sampling import top_quota
 from lit_dlm.tracelock.network import accepted, as_logit
 from lit_dlm.tracelock.policy import left_of_window_end
@@ -273,7 +274,9 @@ def step_candidates(
         pad_mask=batch.pad_mask,
     )
     state = initial_state(backbone.spec, canvas)
-    candidates = (selection.window or default_window(backbone.spec)).view(state).candidates
+    window = selection.window or default_window(backbone.spec)
+    one_of(0, of="selection.window.", steps=window.steps)  # a stored state does not tell its step
+    candidates = window.view(state).candidates
     if selection.settings.eos_gate:
         candidates = end_of_text_gate(state, candidates, proposals)
     return candidates, left_of_window_end(state.masked, candidates) & batch.pad_mask

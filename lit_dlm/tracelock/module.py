@@ -10,6 +10,7 @@ import copy
 import logging
 import sys
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,6 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.backbones.projection import Projector
+from lit_dlm.decoding import Sampler
 from lit_dlm.predict.decode import DecodeModule
 from lit_dlm.system.options import one_of, refuse, within
 from lit_dlm.tensors.sampling import confidence, entropy, margin
@@ -175,8 +177,7 @@ class TraceLockModule(DecodeModule):
 
     @torch.no_grad()
     def _recompute(self, batch: StateBatch) -> tuple[Tensor, Tensor]:
-        # The same forward and functions as in a decode, so that stored and recomputed features of a
-        # state agree.
+        # As in a decode, so that stored and recomputed features of a state agree.
         settings = self.scorer.settings
         columns = torch.arange(batch.start, batch.ids.shape[1], device=batch.ids.device)
         denoised = self.backbone.denoise(
@@ -187,6 +188,7 @@ class TraceLockModule(DecodeModule):
             **batch.shown(),
         )
         assert denoised.hidden is not None
+        Sampler().restrict(denoised, self.backbone.spec)
         logits = denoised.logits.float()
         proposals = logits.argmax(-1)
         # Prompt rows have no proposal: zeros, as in the decode loop.
@@ -346,8 +348,9 @@ class TraceLockModule(DecodeModule):
         """
         scorer, monitor = self.scorer, monitor or self.export_monitor
         facts: dict[str, Any] = {"seed": self.seed, "global_step": int(self.global_step)}
-        if self._trainer:
-            facts["tasks"] = getattr(self.trainer.datamodule, "tasks", [])  # type: ignore[attr-defined]
+        data = self.trainer.datamodule if self._trainer else None  # type: ignore[attr-defined]
+        known = scorer.training_facts.get("tasks", ()), getattr(data, "tasks", ())
+        facts["tasks"] = sorted({*chain(*known)})  # those of the policy that it began with, too
         if best := best_checkpoints(self).get(monitor):
             # Into a copy: a run may go on after the export.
             stored = CheckpointFiles().load_checkpoint(best.best_model_path)
@@ -358,7 +361,7 @@ class TraceLockModule(DecodeModule):
             if best.best_model_score is not None:
                 facts[monitor] = float(best.best_model_score)
         scorer.training_facts = facts
-        chosen = self.selection or SelectionSettings()
+        chosen = self.selection or scorer.commits
         scorer.commits = CommitSettings(
             threshold=chosen.threshold, max_accept_per_step=chosen.max_accept_per_step
         )

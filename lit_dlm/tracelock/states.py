@@ -53,16 +53,16 @@ class StateBatch(TensorBatch):
     (:func:`~lit_dlm.vision.base.batch_prompts`)."""
 
     def shown(self) -> dict[str, Any]:
-        """Returns the argument of a backbone's forward that names pictures; empty without any."""
-        return {"pictures": found} if (found := batch_pictures(self.pictures)) else {}
+        """Returns arguments of a backbone's forward: where responses begin, and any pictures."""
+        found = batch_pictures(self.pictures)
+        return {"response_start": self.start} | ({"pictures": found} if found else {})
 
 
 def states_at(traces: Sequence[Trajectory], steps: Sequence[int]) -> list[NDArray[np.int32]]:
     """Returns the response canvas of each trace before one of its steps."""
     if any(trace.superseded is not None for trace in traces):
         return [trace.state_at(step) for trace, step in zip(traces, steps, strict=True)]
-    # Without overwritten tokens all are replayed together: a call per trace costs more than the
-    # replay itself.
+    # Without overwritten tokens all are replayed together: calls cost more than the replay.
     lengths = [len(trace.tokens) for trace in traces]
     states = np.concatenate([trace.tokens for trace in traces])
     commit_step = np.concatenate([trace.commit_step for trace in traces])
@@ -180,8 +180,7 @@ def cached_projector(folder: str | Path, fit: Callable[[], Projector]) -> Projec
 
     In a distributed run only the first rank calls this; the others load it after a barrier.
     """
-    # A refitted projector would make other features than those already stored, so the first one is
-    # kept.
+    # A refitted projector would make other features than are stored, so the first one is kept.
     folder = Path(folder)
     if not folder.exists():
         projector = fit()

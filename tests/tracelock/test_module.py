@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_dlm.backbones.projection import FeatureSettings
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, SlidingWindow, decode, prompt_canvas
+from lit_dlm.decoding.windows import SteppedBlockWindow
 from lit_dlm.tracelock.loss import AcceptanceLossSettings
 from lit_dlm.tracelock.metrics import RolloutProxy, SelectionSettings, step_candidates, step_commits
 from lit_dlm.tracelock.module import MONITOR, TraceLockModule
@@ -51,7 +52,7 @@ def module(**options: Any) -> TraceLockModule:
         "head": HEAD,
         "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
     }
-    return TraceLockModule(small_backbone(), **{**values, **options})
+    return TraceLockModule(small_backbone(**options.pop("kind", {})), **{**values, **options})
 
 
 def trainer(root: Path, *savers: ModelCheckpoint, **options: Any) -> Trainer:
@@ -91,12 +92,15 @@ def test_written_tail_counts_only_when_asked() -> None:
         module(loss=loss, settings=ScorerSettings(layout="masked"))
 
 
-@pytest.mark.parametrize("layout", ["generation", "all", "masked"])
-def test_training_and_decoding_see_the_same_logits(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("generation", {}), ("all", {}), ("masked", {}), ("masked", {"text_vocab_size": 9})],
+)
+def test_training_and_decoding_see_the_same_logits(layout: str, kind: dict[str, Any]) -> None:
     """The decode policy on a live state against the module on the recorded one."""
-    model = module(settings=ScorerSettings(layout=layout)).eval()
+    model = module(settings=ScorerSettings(layout=layout), kind=kind).eval()
     policy = TraceLockPolicy(scorer=model.scorer, threshold=0.5)
-    backbone = small_backbone()
+    backbone = small_backbone(**kind)
     spied: list[torch.Tensor] = []
     original = policy.decision_logits
 
@@ -226,6 +230,14 @@ def test_a_folder_is_trained_further_and_validated_without_a_checkpoint(
     after = AcceptanceScorer.load(tmp_path / "more" / "policy")
     assert after.digest() != AcceptanceScorer.load(folder).digest()
     assert (after.head.config, after.backbone) == (HEAD, again.scorer.backbone)
+    # What it was made for stays: 0.7 was never the default, and another set has other tasks.
+    start["policy"] = str(tmp_path / "made_for")
+    after.commits, after.training_facts = CommitSettings(threshold=0.7), {"tasks": ["sudoku"]}
+    after.save(start["policy"])
+    trainer(tmp_path / "further", max_steps=3).fit(module(**start), data(shards))
+    further = AcceptanceScorer.load(tmp_path / "further" / "policy")
+    assert further.commits == after.commits
+    assert further.training_facts["tasks"] == ["fake", "sudoku"]
     with pytest.raises(ValueError, match=r"^policy: expected a folder to start from, or a proj"):
         module(projector=None)
     others = {"head": replace(HEAD, num_layers=3), "settings": ScorerSettings(layout="all")}
@@ -293,3 +305,7 @@ def test_bad_options_are_named() -> None:
         module(min_crop_ratio=0.0)
     with pytest.raises(ValueError, match=r"SelectionSettings\.threshold"):
         SelectionSettings(threshold=1.5)
+    selection, record = SelectionSettings(window=SteppedBlockWindow(4)), trace([5], [7], [0])
+    batch = collate_states([record], [record.state_at(0)])
+    with pytest.raises(ValueError, match=r"selection\.window\.steps: expected 0, got 256"):
+        step_candidates(batch, batch.ids, small_backbone(), selection)

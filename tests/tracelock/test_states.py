@@ -85,6 +85,16 @@ def test_fit_is_deterministic_and_sees_response_positions_only() -> None:
     torch.testing.assert_close(first.hidden_weight, expected.hidden_weight, atol=1e-3, rtol=1e-3)
 
 
+def test_blocks_may_count_from_the_response() -> None:
+    kind = {"decoder": "qwen3", "attention": "block", "block_size": 4, "block_origin": "response"}
+    (batch,) = trace_states(recorded(backbone := small_backbone(**kind), 4))
+    ids, start = batch.ids[:1, batch.start - 1 :], batch.start  # the prompt has one token
+    hidden = backbone.denoise(ids, hidden_layers=(-1,), response_start=1).hidden
+    found = state_snapshots(backbone, batch, hidden_layers=(-1,))[: ids.shape[1] - 1]
+    assert int(batch.pad_mask[0, :start].sum()) == 1
+    torch.testing.assert_close(found, hidden[0, 1:], atol=1e-5, rtol=1e-5)
+
+
 def test_states_are_spread_over_each_trace() -> None:
     """Eight steps in four parts of two: one state in each, so masks 8-7, 6-5, 4-3 and 2-1."""
     traces = recorded(small_backbone(), 5)
