@@ -152,8 +152,7 @@ class AdapterCheckpoint(Callback):
         former = sorted(path for name in names for path in self.folder.glob(name))
         if former:
             listed = ", ".join(path.name for path in former)
-            # Without checkpoints a run that was cut short cannot go on, so the same command
-            # replaces it.
+            # Without checkpoints a run that was cut short cannot go on: the command replaces it.
             is_finished = not (self.folder / _UNFINISHED).exists()
             require_no_former_run(trainer, self.folder, "weights", listed, is_finished=is_finished)
         return former
@@ -218,8 +217,7 @@ def _will_validate(trainer: Trainer) -> bool:
 
 
 def _replace(source: Path, target: Path) -> None:
-    # Copied beside the target and renamed: a reader, or a kill, never meets half a folder under the
-    # name.
+    # Copied beside the target and renamed, so that a reader or a kill never meets half a folder.
     draft = target.with_name(f".{target.name}-partial")
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(source, draft)

@@ -131,8 +131,7 @@ class DiscriminationScore(Callback):
         assert isinstance(module, TrainableModule)
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         examples = list(enumerate(datamodule.probe_prompts(self.num_prompts)))
-        # Seeds follow from the number of the prompt, so the score does not depend on how many share
-        # the work.
+        # Seeds follow from the prompt's number: the score does not depend on who shares the work.
         examples = examples[trainer.global_rank :: trainer.world_size]
         observer = DiscriminationObserver()
         # Gathered weights: processes run different numbers of forwards, and one that waits for a

@@ -190,8 +190,7 @@ class RolloutWriter(Callback):
     step's checkpoint. A resumed run keeps the RL steps in the folder that were complete at its
     checkpoint and writes the others anew, so the folder is that of one run. A new run requires a
     folder without rollouts, except those of a run that was cut short before its first checkpoint,
-    which it replaces. Nothing is written with ``source: shards``, whose rollouts are stored
-    already.
+    which it replaces. Nothing is written with ``source: shards``, whose rollouts are stored.
     """
 
     writes_files = True

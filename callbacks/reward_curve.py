@@ -26,8 +26,7 @@ class RewardCurve(Callback):
     A line holds everything that one RL step logged, and nothing of an earlier one. Step 0 is the
     initial policy, if the trainer validates on everything before training
     (``num_sanity_val_steps: -1``, as the module sets it); the validation in line ``n`` is that of
-    the policy after ``n`` RL steps. The curve is part of checkpoints, so that a resumed run
-    continues it.
+    the policy after ``n`` RL steps. Checkpoints hold the curve, and a resumed run continues it.
     """
 
     writes_files = True

@@ -119,8 +119,7 @@ class PretrainDataModule(ResumableDataModule):
         texts = [template(chat, tokenize=False) for chat in chats]
         prompts = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         completions = self._tokenizer([completion for _, completion in pairs])["input_ids"]
-        # Sorted and then cut: rows of a batch have similar prompts, and the batches are shuffled
-        # again.
+        # Sorted and then cut: rows of a batch have similar prompts; batches are shuffled again.
         rows = sorted(zip(prompts, completions, strict=True), key=lambda row: len(row[0]))
         batches = [rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)]
         rng.shuffle(batches)

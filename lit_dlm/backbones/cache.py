@@ -130,8 +130,7 @@ class WindowCache(Cache):
 
     def take(self, index: Tensor) -> None:
         """Keeps only the rows ``index``, ``(n,)`` int64."""
-        # Smaller buffers: beside rows that have left, attention would need copies of the others in
-        # every layer.
+        # Smaller buffers: beside rows that have left, each layer's attention would copy the others.
         self.num_rows = len(index)
         for name, buffers in self.buffers.items():
             self.buffers[name] = tuple(buffer[index] for buffer in buffers)
@@ -284,8 +283,7 @@ class CachedCanvas:
             rows: rows of the batch that take part, one for each window; ``None`` means all.
             block_causal: the windows hold several blocks, and a query sees those up to its own.
         """
-        # Everything up to the transfer is arithmetic on the host; shapes must be known there
-        # anyway.
+        # Up to the transfer all is arithmetic on the host, where shapes must be known anyway.
         widths = [span.end - span.begin for span in spans]
         width, kv_end = max(widths), max(span.kv_end for span in spans)
         # Equal widths are the usual case, where a grid is the packing already.

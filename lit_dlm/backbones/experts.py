@@ -44,8 +44,7 @@ class Experts:
     def __post_init__(self) -> None:
         of_declared_kinds(self)
         within("[1, 1000]", of="experts.", number=self.number)
-        # transformers' router would take experts that are masked out if a token's groups held too
-        # few.
+        # transformers' router takes experts that are masked out if a token's groups hold too few.
         per_group, rest = divmod(self.number, self.groups)
         most = per_group * self.groups_per_token
         if rest or not 1 <= self.per_token <= most or self.groups_per_token > self.groups:

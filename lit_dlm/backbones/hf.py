@@ -293,8 +293,7 @@ class HFBackbone(nn.Module, Backbone):
         """Returns the provenance as plain JSON values.
 
         The SHA-256 are of the configuration and of the files that the weights and the adapter came
-        from (``None`` for random ones). The first call reads all files; later training does not
-        change the digests.
+        from (``None`` for random ones). The first call reads all files; training changes no digest.
         """
         # When first asked for and not at loading: digesting a released model takes a while.
         for name, files in (("weights", self.source.files), ("adapter", self.adapter_files.paths)):
@@ -511,8 +510,7 @@ class HFBackbone(nn.Module, Backbone):
             return visible, position_ids, None
         if position_ids is None:
             position_ids = position_ids_for(mask, self.spec.positions)
-        # Without a shift every row predicts its own token, and it does not matter where a text
-        # starts.
+        # Without a shift every row predicts its own token, wherever a text starts.
         return visible, position_ids, first_column(mask) if self.spec.shift else None
 
     def encode(

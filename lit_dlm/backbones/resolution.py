@@ -45,8 +45,7 @@ RELEASE_KEY = "lit_dlm_original"
 MASK_TOKEN = "<|mask|>"
 """Text of the mask token that is added to an autoregressive model."""
 
-# Values that options must have where they are present: with others, the decoders would compute
-# something else.
+# Values that options must have where present: with others, decoders compute something else.
 _HF_OPTIONS = {"hidden_act": "silu", "use_sliding_window": False, "quantization_config": None}
 _NO_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 0)
 _HF_SIZES = {

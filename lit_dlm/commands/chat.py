@@ -96,8 +96,7 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
-        # Counted also where the answer fails, as the number is the seed's: sent again, it is drawn
-        # anew.
+        # Counted also where the answer fails: the number is the seed's, and it is drawn anew.
         self.num_turns += 1
         begun = time.perf_counter()
         try:

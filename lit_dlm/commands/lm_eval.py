@@ -69,8 +69,7 @@ class DiffusionLM(TemplateLM):
 
     def __post_init__(self) -> None:
         super().__init__()
-        # Before settings are described: the description has the window that the model's blocks
-        # imply.
+        # Before settings are described, which have the window that the model's blocks imply.
         self.decoder = self.decoder.on(self.backbone.spec)
         self.num_steps: list[int] = []  # forwards of every text, in the order of the requests
         self._device = self.backbone.device
@@ -257,8 +256,7 @@ class DiffusionLM(TemplateLM):
         if self.answers is not None:
             settings = json.dumps(self.settings(), sort_keys=True)
             self.answers.parent.mkdir(parents=True, exist_ok=True)
-        # The name covers all that decides an answer, so that a file of other settings is no use but
-        # no danger.
+        # The name covers all that decides an answer, so a file of other settings does no harm.
         names = [f"{sample_seed(0, settings + verb + key):016x}" for key in keys]
         left = [[row for row in rows if names[row] not in self._answers] for rows in batches]
         for rows in track([rows for rows in left if rows], verb, disable=is_quiet):

@@ -185,8 +185,7 @@ class _Model:
         length = sum(row_tokens(run["prompt"], run["response"], a.spec(), copies=packed))
         rows = _training_rows(run)
         scored = rows * packed * run["response"] * (1 + run["module"].endswith("HybridModule"))
-        # With recomputation a layer keeps its input alone, and is made again when the backward
-        # comes to it.
+        # With recomputation a layer keeps its input alone, and is made again in the backward.
         whole, small, passing = self._layer()
         every = 1 if self.recompute == "selective" else int(self.recompute)
         again = a.num_layers // every if every else 0
@@ -429,8 +428,7 @@ def check_run(config: Mapping[str, Any], *, trains: bool = True) -> str | None:
         plan = plan_of(config, trains=trains)
     except (ValueError, TypeError, OSError, LookupError):
         return None
-    # Small models are what tests and tutorials build by the dozen; there a line about memory is
-    # noise.
+    # Tests and tutorials build small models by the dozen, where a line about memory is noise.
     if plan is None or plan.num_parameters < LARGE:
         return None
     processes, capacity = num_processes(config["trainer"]), device_bytes(config["trainer"])

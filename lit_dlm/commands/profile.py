@@ -43,8 +43,7 @@ def grid(
                 decoders[f"{name}_{ADAPTIVE}"] = decoder
                 methods.append(f"{name}_{ADAPTIVE}")
             if budgets:
-                # A budget is a sweep of one decoder, so that all of its values are one curve in the
-                # report.
+                # A budget is a sweep of one decoder, so all its values are one curve in the report.
                 quota = {"class_path": "BudgetQuota", "init_args": {"steps": budgets[0]}}
                 swept = {"option": "quota.steps", "values": budgets}
                 sweeps[name] = {"decoder": {**decoder, "quota": quota}, **swept}

@@ -162,8 +162,7 @@ def _check_port(trainer: Trainer) -> None:
         return  # one process; torchrun listens on the port itself
     port = environment.main_port
     try:
-        # Lightning's processes would connect to the other program and wait, without a timeout of
-        # their own.
+        # Lightning's processes would connect to the other program and wait without a timeout.
         socket.create_server(("", port)).close()
     except OSError as error:
         raise ValueError(

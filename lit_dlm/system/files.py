@@ -88,8 +88,7 @@ def add_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     import torch
 
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    # Bytes and not numbers: bfloat16 has no counterpart in numpy, and NaNs are unequal to
-    # themselves.
+    # Bytes, not numbers: numpy has no bfloat16, and NaNs are unequal to themselves.
     plain = tensor.detach().cpu().contiguous()
     digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
 
