@@ -335,8 +335,7 @@ class DecodeWriter(BasePredictionWriter):
     # -- the end ---------------------------------------------------------------------------------
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        # Not in on_predict_end, which Lightning skips on a process without work: all processes must
-        # come here.
+        # Not in on_predict_end, which Lightning skips where there is no work: all must come here.
         if self._run is None:
             return
         try:

@@ -71,8 +71,7 @@ class Interruption(Callback):
 
     def _install(self, trainer: Trainer) -> None:
         """Installs the signal handler, after Lightning has installed its own."""
-        # Lightning's exits with status 0 and without a checkpoint, and waits inside the handler for
-        # the other processes.
+        # Lightning's exits with status 0, without a checkpoint, and waits in it for the others.
         if signal.getsignal(signal.SIGTERM) == self._on_signal or (
             threading.current_thread() is not threading.main_thread()
         ):

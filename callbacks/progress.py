@@ -57,8 +57,7 @@ class TrainingLog(Callback):
         if trainer.is_global_zero:
             whole = sum(size for size, _ in sizes)
             logger.info("training %s of %s parameters", f"{trained:,}", f"{whole:,}")
-        # A resumed run is as far as its checkpoint: time that another run spent says nothing about
-        # this one's speed.
+        # A resumed run is as far as its checkpoint; the time of others says nothing of its speed.
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         self._told_at = time.monotonic()
         self._began = (self._told_at, _share_done(trainer, batches))

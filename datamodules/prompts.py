@@ -174,8 +174,7 @@ class PromptDataModule(LightningDataModule):
         groups: dict[tuple[str, str, int], list[PromptExample]] = {}
         for method, example in self._decodes:
             if decode_uid(example, method) not in self.done:
-                # A canvas has one length and a decoder, so these make a stream; results do not
-                # depend on it.
+                # A canvas has one length and decoder: these make a stream, with the same results.
                 key = (example.task, method, self.length_of(example))
                 groups.setdefault(key, []).append(example)
         stream = partial(PromptStream, encode=self._module.encode, batch_size=self.rows)

@@ -191,8 +191,7 @@ class TrajectoryDataModule(ResumableDataModule):
         self.val_indices = _spread_evenly(index, val, self.max_val_examples, self.seed)
         self._blocks_per_group, cached = _BLOCKS_PER_GROUP, _CACHED_RECORD_BLOCKS
         if self.source == "features":
-            # Blocks of features are large and of the model's width, so their number is bounded by
-            # bytes.
+            # Blocks of features are large and as wide as the model: their bytes bound them.
             largest = max(
                 entry.size + (entry.feature_size or 0)
                 for shard in reader.shards
@@ -233,8 +232,7 @@ class TrajectoryDataModule(ResumableDataModule):
                 if self.only_correct and not is_correct(record, self._name):
                     num_left_out += 1
                     steps = steps[:0]
-                # A record that is left out keeps its row, so that numbers of records stay those of
-                # the files.
+                # A record that is left out keeps its row: the numbers are those of the files.
                 counts.append(len(steps))
                 chosen.extend(steps.tolist())
         starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])

@@ -190,8 +190,7 @@ def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Modu
         while owner.endswith(".base_layer"):
             owner = owner.removesuffix(".base_layer")
             layer: Any = modules[owner]
-            # Only the policy's adapter is ever merged; others on the same weights are not part of
-            # the model.
+            # Only the policy's adapter is ever merged; others are no part of the model.
             if POLICY in layer.lora_A and getattr(layer, "parameter_name", "weight") == last:
                 adapted = layer
         result[f"{owner}.{last}"] = (parameter, adapted)

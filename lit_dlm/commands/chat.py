@@ -66,8 +66,7 @@ class Chat:
         decoder = self.decoder
         if command == "policy" and value:
             decoder = _decoder("--config", _file(value, "decode"))
-            # Policies and caches are chosen apart: a decode file without a cache does not end the
-            # one in use.
+            # Policies and caches are chosen apart: a file without a cache leaves the one in use.
             if not decoder.cache.keeps:
                 decoder = decoder.replace(cache=self.decoder.cache)  # keep the previous one
         elif command == "cache" and value == "none":

@@ -263,8 +263,7 @@ class DiffusionLM(TemplateLM):
             for row, result in zip(rows, answer(rows), strict=True):
                 self._answers[names[row]] = result
                 if self.answers is not None:
-                    # Opened for every answer: a killed run loses the one at hand, and the torn line
-                    # is dropped later.
+                    # Opened for every answer: a kill tears one line, which is dropped later.
                     with self.answers.open("a", encoding="utf-8") as file:
                         file.write(json.dumps([names[row], result], ensure_ascii=False) + "\n")
         return [self._answers[name] for name in names]

@@ -28,7 +28,10 @@ def json_object(where: str, value: Any) -> dict[str, Any]:
 def parsed_json(where: str, text: bytes) -> Any:
     """Parses JSON, whoever wrote it; the error says ``where`` it is."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if b"\\ud" in text.lower():  # half of a surrogate pair, which no tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:  # also if the bytes are not text
         raise ValueError(f"{where}: not valid JSON ({error})") from None
 

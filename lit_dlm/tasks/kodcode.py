@@ -10,7 +10,6 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import CodeTask, PromptExample
@@ -105,8 +104,8 @@ class KodCode(CodeTask):
 
 def _entry_point(row: Row, test: str, solution: str) -> str:
     """Returns what the row names, else the last that the solution defines and tests mention."""
-    test_info: Any = row.fields.get("test_info") or ()
-    named = [row.fields.get("entry_point"), *(each.get("function_name") for each in test_info)]
+    test_info = [one for one in row.fields.get("test_info") or () if isinstance(one, dict)]
+    named = [row.fields.get("entry_point"), *(e.get("function_name") for e in test_info)]
     if name := next(filter(None, named), None):
         return str(name)
     try:

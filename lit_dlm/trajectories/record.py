@@ -39,6 +39,7 @@ RecordStatus = Literal["complete", "eos", "step_limit", "aborted"]
 STATUSES: tuple[str, ...] = ("complete", "eos", "step_limit", "aborted")
 MAX_LENGTH = 65_535
 """Largest prompt length, response length and step count of the format (16-bit columns)."""
+_META_TYPES: dict[str, Any] = {"task": str, "method": str, "correct": (bool, type(None))}
 DIGEST_TAG = b"ldt.traj.v1\0"
 
 Int32 = NDArray[np.int32]
@@ -217,6 +218,9 @@ class Trajectory:
         has_half = any("\ud800" <= letter <= "\udfff" for letter in self.uid)  # of a surrogate pair
         if has_half or not 1 <= len(self.uid.encode()) <= MAX_LENGTH:
             wrong = f"uid must be a text of 1 to {MAX_LENGTH} bytes of UTF-8"
+        for name in _META_TYPES.keys() & self.meta.keys():
+            if not isinstance(self.meta[name], _META_TYPES[name]):
+                wrong = f"meta {name!r}: got {type(self.meta[name]).__name__}"
         for name, array in self.signals.items():
             expected = self.num_generated if name.startswith("commit_") else masked_rows
             if name not in SIGNAL_DTYPES or array.shape != (expected,):

@@ -153,6 +153,7 @@ def test_csv_values_stay_text_and_a_folder_is_searched_for_the_split(tmp_path, m
         ("a.jsonl", LINES + "[1]\n", r"a\.jsonl, line 6: expected a JSON object, got list"),
         ("a.jsonl", LINES + '{"x": 1}\n', r"a\.jsonl, line 6: expected a field 'id', got \['x'\]"),
         ("a.jsonl", b'{"id": "\xff"}\n', r"a\.jsonl, line 1: not valid JSON \(.utf-8"),
+        ("a.jsonl", '{"id": "\\ud83d"}\n', r"a\.jsonl, line 1: not valid JSON \(.utf-8"),
         ("a.jsonl", "", r"path: expected at least one row"),
         ("a.json", "[{},", r"a\.json: not valid JSON \(.*line 1"),
         ("a.json", "{}", r"a\.json: expected a JSON list of objects, got dict"),

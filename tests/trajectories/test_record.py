@@ -96,6 +96,8 @@ def test_digest_is_the_published_hash():
         ({"superseded": [[0, 3, 7]]}, "outside the canvas"),
         ({"superseded": [[0, 0, VOCAB]]}, "superseded must be in"),
         ({"status": "done"}, "status must be one of"),
+        ({"meta": {"correct": []}}, "meta 'correct': got list"),
+        ({"meta": {"method": 1}}, "meta 'method': got int"),
         ({"seed": -1}, "seed must be in"),
         ({"uid": ""}, "1 to 65535 bytes"),
         ({"uid": "\ud800"}, "uid must be a text"),

@@ -208,7 +208,7 @@ def _manifest_problems(folder: Path, shards: Sequence[Path]) -> list[str]:
         return [f"{path}: there is no manifest, so nothing says which shards were published"]
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
-        listed = {entry["shard"]: dict(entry) for entry in manifest["shards"]}
+        listed = {str(entry["shard"]): dict(entry) for entry in manifest["shards"]}
     except STRANGE as error:
         return [f"{path}: not a manifest: {error!r}"]
     problems = []
