@@ -176,8 +176,7 @@ def pieces(
             result.setdefault(own_key(key), []).append(Piece(key, (), shape))
             continue
         count, rows, columns = shape  # each expert's matrix is a tensor of the file
-        # transformers stacks all experts' matrices in one tensor, gate above up; files have a
-        # tensor for each.
+        # transformers stacks all experts' matrices, gate above up; files have a tensor for each.
         names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
         rows //= len(names)
         for number, (place, name) in product(range(count), enumerate(names)):

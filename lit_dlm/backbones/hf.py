@@ -390,7 +390,7 @@ class HFBackbone(nn.Module, Backbone):
             # Where they are tokens, a decode has them in its canvas.
             "pictures are looked up on the host": self.vision is not None
             and self.spec.text_vocab_size is None,
-            "rotary frequencies depend on the length": rope in ("dynamic", "longrope"),
+            "rotary frequencies depend on the length": rope == "dynamic",
         }
         for reason in (reason for reason, is_met in obstacles.items() if is_met):
             explain_eager(reason)

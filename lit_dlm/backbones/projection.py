@@ -149,8 +149,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Reads a file of ``torch.save`` on the CPU, without running code from it."""
     try:
         stored: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (torch.serialization.pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).split("\n", maxsplit=1)[0]
+    except (torch.serialization.pickle.UnpicklingError, RuntimeError, EOFError, LookupError) as err:
+        reason = str(err).split("\n", maxsplit=1)[0]
         raise ValueError(f"{path}: not a checkpoint of tensors ({reason})") from None
     return stored
 

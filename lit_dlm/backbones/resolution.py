@@ -283,6 +283,8 @@ def _rotary(
     if "type" in scaling:  # the older spelling
         scaling.setdefault("rope_type", scaling.pop("type"))
     part = scaling.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+    if scaling.get("rope_type") == "longrope":  # the longest row of a batch would decide for all
+        _refuse(scaling, {"rope_type": "default"}, source)
     if scaling.get("rope_type", "default") == "default":
         scaling = {}
     if decoder == "glm4_moe":

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MOST_GROWTH = 512
-_GROWTH = {"NFKC": 11.0, "NFKD": 11.0, "NFC": 3.0, "NFD": 3.0, "ByteLevel": 2.0, "Metaspace": 4.0}
+_GROWTH = {
+    "NFKC": 11.0, "NFKD": 11.0, "NFC": 3.0, "NFD": 3.0, "ByteLevel": 2.0, "Metaspace": 4.0,
+    "BPEDecoder": 3.0, "CTC": 3.0,
+}  # fmt: skip
 """Most growth by a step of a tokenizer whose settings do not matter."""
 
 
@@ -44,13 +47,15 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
             # A stranger's tokenizer may turn a word into gigabytes. Steps follow each other, so
             # their growth multiplies; text passes the first two on the way in and the last on the
             # way out.
-            for names in (("normalizer", "pre_tokenizer"), ("decoder",)):
+            for names in (("normalizer", "pre_tokenizer"), ("decoder",), ("post_processor",)):
                 if (growth := math.prod(_growth(steps.get(name)) for name in names)) > _MOST_GROWTH:
                     wanted = f"texts that become at most {_MOST_GROWTH} times as long"
                     raise ValueError(f"{whole}: expected {wanted}, got {growth:.3g} ({names[0]})")
     try:
         with fitting(folder / "tokenizer_config.json" if whole.is_file() else parts[1]):
-            tokenizer = kind.from_pretrained(folder, local_files_only=True)
+            # The file that was looked at, whatever tokenizer_config.json names.
+            file: dict[str, Any] = {"tokenizer_file": str(whole)} if whole.is_file() else {}
+            tokenizer = kind.from_pretrained(folder, local_files_only=True, **file)
             tokenizer("")  # uses settings that nothing has looked at
     except ValueError:  # another file may be the wrong one
         tokenizer_size(folder)
@@ -75,6 +80,9 @@ def _growth(step: Any) -> float:
             data = base64.b64decode(table)
             texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
             return max(map(len, texts)) / 3  # of one character, mostly of three bytes
+        case {"type": "TemplateProcessing", "single": one, "pair": two, "special_tokens": ids}:
+            names = [piece["SpecialToken"]["id"] for piece in one + two if "SpecialToken" in piece]
+            return float(sum(len(ids[name]["ids"]) for name in names))
         case {"type": str(kind)}:
             return _GROWTH.get(kind, 1.0)
     return 1.0

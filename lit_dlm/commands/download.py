@@ -143,8 +143,7 @@ def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:
     absent = False
     for source in named:
         mark, message = "here", ""
-        # Asked for even where all is cached: a dry run of the hub's client says what a newer
-        # revision would add.
+        # Asked for even where all is cached: a newer revision may add files.
         if source.is_on_hub and not constants.HF_HUB_OFFLINE:
             left[source], size = _sizes(source)
             mark, message = "on hub", f": {_bytes(size)}, {_bytes(left[source])} of them to fetch"

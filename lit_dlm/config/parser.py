@@ -50,8 +50,7 @@ def explain(message: str, parser: Parser | None = None) -> str:
     faults = [number for number, (_, one) in enumerate(lines) if not _FRAME.match(one.strip())]
     if len(faults) in (0, len(lines)):
         faults, lines = [0], [(0, " ".join(message.split()))]
-    # A union reports a fault for each of its members; the most specific one is of the member that
-    # was meant.
+    # A union reports a fault for each member; the most specific one is of what was meant.
     first = min(faults, key=lambda number: _vagueness(lines[number][1]))
     # What is indented less and stands above says where the fault is.
     depth, line = lines[first]
@@ -171,8 +170,7 @@ class Parser(LightningArgumentParser):
     def parse_composed(self, composed: Composed, *before: str) -> Namespace:
         """Parses a command line, behind words such as the name of a subcommand."""
         for one in self._all():
-            # Errors are raised by the parser of the subcommand, which has to tell where an option
-            # was.
+            # Errors are raised by the parser of the subcommand, which tells where an option was.
             one.values = composed.values
         text = json.dumps(composed.values)
         # jsonargparse finds the short names of classes that are loaded.

@@ -473,7 +473,8 @@ class CacheSession(Forwards):
         """Where the block begins that a row's first step is in."""
         assert cached.begin is not None
         begin, _ = self._bounds(self._blocks_of, cached, cached.begin, state)
-        return begin
+        # A prompt that is one block sees none of the response's, which may be prefilled.
+        return min(begin, state.start) if self._spec.whole_prompt else begin
 
     def _sources(self, state: DecodeState, begins: Mapping[int, int]) -> dict[int, int]:
         """Maps each new row whose prompt another row also has to the row to copy it from."""

@@ -194,19 +194,16 @@ class Sampler:
         else:
             place = arg_max(self._perturbed(values, names, keys))
         ids = place if names is None else names.gather(1, place[:, None])[:, 0]
-        if self.is_filtered and values is not raw:
-            values = values.double()  # rounded, no score depends on how many ids were looked at
         scored = (raw, ids) if self.score_on == "raw" else (values, place)
         result = {"ids": ids}
         for prefix, (logits, at) in (("", scored), ("raw_", (raw, ids))):
             for name, score in _SCORES.items():
                 if prefix + name in requires | {"prob"}:
                     is_known = name in result and logits is scored[0]
-                    found = result[name] if is_known else score(logits, at)
-                    result[prefix + name] = found.to(raw)
+                    result[prefix + name] = result[name] if is_known else score(logits, at)
         if "drawn" in requires:
             is_known = values is scored[0]
-            result["drawn"] = result["prob"] if is_known else confidence(values, place).to(raw)
+            result["drawn"] = result["prob"] if is_known else confidence(values, place)
         return result
 
 

@@ -188,13 +188,17 @@ def committed(
         return commit, torch.ones_like(by_policy)
     if rules.stall_rule != "top1":
         return commit, by_policy
+    moves = by_policy
     if window.pipelined:
         stalled = window.stalled(state, candidates, commit, selection.scores)
         commit, by_policy = commit | stalled, by_policy & ~stalled.any(1)
+        if not rules.eos_gate:  # which may hold back all of the first block
+            return commit, by_policy
+        moves = commit.any(1)
     # Asking first costs less than the ranking, which is mostly not needed.
-    if not (reads_are_free(by_policy.device) and bool(by_policy.all())):
+    if not (reads_are_free(moves.device) and bool(moves.all())):
         best = top_quota(selection.scores, candidates, 1)
-        commit = torch.where(commit.any(1, keepdim=True), commit, best)
+        commit = torch.where(moves[:, None], commit, best)
     return commit, by_policy
 
 

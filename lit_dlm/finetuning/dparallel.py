@@ -111,8 +111,7 @@ class DParallelModule(SFTModule):
         """Returns scores with entropies of sharpened predictions; the rest is at temperature 1."""
         spec, head = self.backbone.spec, self.backbone.model.lm_head
         rows = lay_out(batch, states, spec)
-        # One forward for both temperatures: the head is applied twice to the same hidden rows, as
-        # logits are not kept.
+        # One forward for both temperatures: logits are not kept, and the head is applied twice.
         stats, hidden = self.backbone.score_with_hidden(rows)
         sharpened = token_stats(
             hidden,

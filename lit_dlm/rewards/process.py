@@ -65,8 +65,7 @@ class ProcessReward(Reward):
         self.block_size = block_size
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        # All questions of the group are asked first: the grades of one chunk number are compared
-        # over the responses.
+        # All questions of the group come first: grades of a chunk are compared over responses.
         ends = [self._ends(rollout) for rollout in group]
         pictures = tuple(picture_to_text(picture.decoded()) for picture in group[0].example.images)
         asked = [(row, part) for row, own in enumerate(ends) for part in range(len(own))]

@@ -35,8 +35,7 @@ def value_loss(
     The larger of the two errors counts: a value that has moved by more than ``clip`` towards its
     return gets no further push (TraceRL, arXiv:2509.06949; PPO implementations). All are ``(N,)``.
     """
-    # The maximum, not the minimum of PPO's policy term: this is a loss, and its pessimistic side is
-    # the larger error.
+    # The maximum, not PPO's minimum: this is a loss, whose pessimistic side is the larger error.
     moved = (values - old_values).clamp(-clip, clip)
     plain, clipped = (values - returns) ** 2, (old_values + moved - returns) ** 2
     return LossTerms(0.5 * (weight * torch.maximum(plain, clipped)).sum())

@@ -73,8 +73,7 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
                 f"{folder}: is in use by {_spoken(owner)}; wait for its end or choose another "
                 f"run_dir{hint}"
             )
-        # A file that was opened before its owner deleted it is locked, but not seen by anybody
-        # else.
+        # A file that was opened before its owner deleted it is locked, but nobody else sees it.
         if os.fstat(file).st_nlink:
             break
         os.close(file)  # its owner has just ended and deleted it

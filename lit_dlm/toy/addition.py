@@ -26,8 +26,7 @@ class Addition(GeneratedTask):
     def draw(self, rng: random.Random) -> Problem:
         columns = []
         for _ in range(NUM_DIGITS):
-            # Drawn evenly, a carry would rarely run through more than two columns, and any order of
-            # writing would do.
+            # Drawn evenly, few carries would run through more than two columns: any order would do.
             a = rng.randint(0, 9)
             columns.append((a, 9 - a if rng.random() < NINE_SHARE else rng.randint(0, 9)))
         first, second = ("".join(map(str, digits)) for digits in zip(*columns, strict=True))

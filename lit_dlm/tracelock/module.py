@@ -267,8 +267,7 @@ class TraceLockModule(DecodeModule):
     # -- validation ------------------------------------------------------------------------------
 
     def validation_step(self, batch: StateBatch, batch_idx: int) -> None:
-        # Unweighted loss and ranking scores use whole states, the rollout proxy a fresh crop, as in
-        # the release.
+        # As in the release: loss and ranking scores of whole states, the proxy's of a fresh crop.
         seen = self.observe(batch)
         chosen = seen.decidable & ~seen.is_tail
         output = self.scorer(seen.features, seen.state, seen.present)

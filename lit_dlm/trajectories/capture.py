@@ -421,8 +421,7 @@ class CapturedDecode:
         ]
         if not kept:
             return record
-        # Drops left padding, which differs between batches; the response has the same columns in
-        # every row.
+        # Drops left padding, which differs between batches; responses have the same columns.
         length = record.num_generated + (record.num_prompt if form.layout == "all" else 0)
         # Step by step: logits of all steps in float32, several times, could fill the memory.
         stored = StepFeatures.joined(

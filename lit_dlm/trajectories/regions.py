@@ -21,8 +21,7 @@ def regions_of(record: Trajectory, decoder: Mapping[str, Any] | Layout) -> Place
     ``Decoder.describe`` returned: an entry of ``methods`` in a run record, or ``decoder`` in the
     settings of a result folder.
     """
-    # From the run's description: the decoder itself may need components that are not installed
-    # here.
+    # From the run's description: the decoder may need components that are not installed.
     layout = decoder if isinstance(decoder, Layout) else layout_from_description(decoder)
     if layout is None:
         return None

@@ -24,7 +24,7 @@ class PatchTokenizer(nn.Module):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        with Image.open(path) as image:
+        with Image.open(path, formats=["PNG"]) as image:
             strip = np.array(image.convert("RGB"))  # (C * S, S, 3)
         self.scale = strip.shape[1]
         """Pixels on each side of a token."""

@@ -36,12 +36,8 @@ DATA = "data:image/png;base64,"
 
 # What Pillow raises on files that are damaged or not pictures.
 _UNREADABLE = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    struct.error,
-    Image.DecompressionBombError,
+    *(OSError, SyntaxError, ValueError, EOFError, AttributeError, TypeError),
+    *(struct.error, Image.DecompressionBombError),
 )
 
 

@@ -117,6 +117,7 @@ def _precompiled(text: bytes) -> dict[str, Any]:
 
 DOUBLE, MARK = _replace("a", "aa"), "\u2581"
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+CTC = {"type": "CTC", "pad_token": "z", "word_delimiter_token": "", "cleanup": True}
 METASPACE = {"type": "Metaspace", "replacement": MARK, "prepend_scheme": "always", "split": True}
 
 
@@ -133,6 +134,8 @@ METASPACE = {"type": "Metaspace", "replacement": MARK, "prepend_scheme": "always
         ([{"type": "Prepend", "prepend": "b" * 300}], [], [], "601"),
         ([_precompiled(b"b" * 1800)], [], [], "600"),
         ([{"type": "NFKC"}] * 3, [], [], "1.33e+03"),
+        ([], [], [{"type": "BPEDecoder", "suffix": ""}] * 6, "729"),
+        ([], [], [CTC] * 20, "3.49e+09"),
         # As in Llama's and T5's.
         ([{"type": "Prepend", "prepend": MARK}, _replace(" ", MARK)], [], [], None),
         ([], [], [_replace(MARK, " ")], None),
@@ -156,3 +159,25 @@ def test_a_tokenizer_does_not_make_long_texts_of_short_ones(
             ValueError, match=rf"{path}: .* at most 512 .*, got {re.escape(growth)} "
         ):
             load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_is_the_file_that_was_looked_at_and_frames_a_text_with_few_tokens(
+    tmp_path: Path,
+) -> None:
+    described = json.loads((ASSETS / "tiny" / "tokenizer.json").read_text())
+    path, strange = tmp_path / "tokenizer.json", {**described, "normalizer": _replace("3", "4" * 9)}
+    path.write_text(json.dumps(described))
+    (tmp_path / "tokenizer.4.0.json").write_text(json.dumps(strange))
+    named = {"fast_tokenizer_files": ["tokenizer.4.0.json"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    assert load_tokenizer(str(tmp_path)).encode("3") == load_tokenizer("tiny").encode("3")
+    piece = {"SpecialToken": {"id": "X", "type_id": 0}}
+    described["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [piece] * 30,
+        "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+        "special_tokens": {"X": {"id": "X", "ids": [5] * 30, "tokens": ["X"] * 30}},
+    }
+    path.write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=r"at most 512 .*, got 900 \(post_processor\)"):
+        load_tokenizer(str(tmp_path))

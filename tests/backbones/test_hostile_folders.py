@@ -124,7 +124,8 @@ def table() -> Iterator[tuple[Any, ...]]:
             yield "reward", file, content
     yield from rows("reward", "config.json", "hidden_size", ["16", 0, -1, [], {}])
     yield "reward", "model.safetensors", b"x" * 100
-    for content in (b"", b"x" * 100, b"\x89PNG\r\n\x1a\n" + bytes(40)):
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"  # Ghostscript would run it
+    for content in (b"", b"x" * 100, b"\x89PNG\r\n\x1a\n" + bytes(40), script):
         yield "pictures", "codebook.png", content
     # adapters, policies, projectors
     yield from rows("adapter", "adapter_config.json", "r", ["x", 0, -1, 1.5, HUGE, 10**6, [], None])

@@ -118,8 +118,10 @@ def test_other_content_of_a_released_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"best_val_loss\.pt: expected what this"):
             Projector.load(path)
     torch.save({"model": torch.nn.Linear(2, 2)}, path)
-    with pytest.raises(ValueError, match="not a checkpoint of tensors"):
-        Projector.load(path)
+    for content in (path.read_bytes(), b"hello world\n", b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="not a checkpoint of tensors"):
+            Projector.load(path)
 
 
 def test_without_hidden_states_the_scalars_are_all_that_is_shown() -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import lit_dlm.decoding as d
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder, DualCache, PrefixCache, decode
+from lit_dlm.decoding.regions import Region
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from tests.backbones.folders import FAST_DLLM, weights_of, write
 from tests.decoding.models import SPARSE, in_blocks, scorer, tiny_backbone
@@ -98,6 +99,19 @@ def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule, changes):
     assert torch.equal(cached.num_steps, plain.num_steps)
     # Response 10: from its own start 3 blocks; from the sequence's, ceil((P % 4 + 10) / 4).
     assert cache.num_refreshes == (9 if origin == "response" else 10)
+
+
+def test_a_prompt_that_is_one_block_sees_no_prefilled_block_of_its_response():
+    """Two prompts twice each, so that prompts run by themselves; a marker of two whole blocks."""
+    backbone = tiny_backbone(**in_blocks("response"), whole_prompt=True)
+    layout = d.TemplateLayout(
+        [Region(name="a", marker=list(range(10, 18)), length=8), Region(name="b", marker=[7])]
+    )
+    components = {"policy": d.ThresholdPolicy(0.3), "quota": d.NoQuota(), "layout": layout}
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14]] * 2
+    plain = decoded(Decoder(**components), backbone, prompts, 24)
+    cached = decoded(Decoder(cache=d.BlockCache(), **components), backbone, prompts, 24)
+    assert torch.equal(cached.ids, plain.ids)
 
 
 @torch.no_grad()

@@ -93,21 +93,6 @@ def test_proposals_are_those_of_a_slow_loop_over_the_whole_vocabulary(
         torch.testing.assert_close(values, getattr(slow, name), rtol=1e-4, atol=1e-6)
 
 
-def test_scores_of_a_cell_have_the_same_bits_beside_any_other(monkeypatch):
-    """Three cells in one chunk, of which a flat one needs all ids, or each alone."""
-    logits = torch.randn(1, 3, 5000, generator=torch.Generator().manual_seed(0)) * 4
-    logits[0, 1] /= 100
-    columns, state = torch.tensor([[2, 3, 4]]), state_with_masks([[1, 1, 1]], step=0)
-    sampler = Sampler(score_on="filtered", top_p=0.9)
-    found = []
-    for size in (3, 1):
-        monkeypatch.setattr(module, "CHUNK_ELEMENTS", size * 5000)
-        denoised = Denoised(logits=logits, columns=columns)
-        found.append(sampler.propose(state, denoised, frozenset(ALL_SCORES)))
-    for name in ALL_SCORES:
-        assert torch.equal(*(getattr(one, name) for one in found))
-
-
 @pytest.mark.parametrize(
     "settings",
     [

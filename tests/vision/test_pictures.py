@@ -38,6 +38,13 @@ def _bomb(width: int, height: int) -> bytes:
     return PNG[:12] + header + struct.pack(">I", zlib.crc32(header)) + PNG[33:]
 
 
+def _strange_camera() -> bytes:
+    """A picture on its side, which Pillow opens, whose note of the software is a fraction."""
+    entries = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0) + struct.pack("<HHII", 305, 5, 1, 38)
+    note = struct.pack("<H", 2) + entries + struct.pack("<III", 0, 17, 4)
+    return png(_noise(64, 48), "JPEG", exif=b"Exif\0\0II*\0" + struct.pack("<I", 8) + note)
+
+
 HOSTILE = {
     "truncated": (PNG[: len(PNG) // 2], "damaged"),
     "header only": (PNG[:30], "damaged"),
@@ -61,6 +68,13 @@ def test_one_clear_error(name: str):
             read(Picture(data, name=f"{name}.png"))
         assert str(caught.value).startswith(f"{name}.png: ")
         assert "\n" not in str(caught.value)
+
+
+def test_a_strange_note_of_a_camera_is_told():
+    picture = Picture(_strange_camera(), name="camera.jpg")
+    assert picture.size == (48, 64)
+    with pytest.raises(ValueError, match=r"^camera\.jpg: .*damaged"):
+        picture.decoded()
 
 
 def test_a_file_that_is_not_there(tmp_path: Path):

@@ -203,8 +203,7 @@ def _recover_file(
     # Deleted only once its records are on disk elsewhere: a crash in between leaves both, and the
     # next recovery finds every record of the orphan in a finished shard.
     shard = None if target is None else target.finish()
-    # An unfinished file was cut by its process; a finished one that is corrupt is kept to be looked
-    # at.
+    # An unfinished file was cut by its process; a finished one that is corrupt is kept.
     if is_unfinished or (is_whole and not dropped):
         path.unlink()
     else:
