@@ -372,8 +372,7 @@ def _special_ids(
         eos = tuple(tokens[text] for text in family.eos_tokens if text in tokens) or eos
         # SDAR's configurations name an end of text as the start of text.
         bos = None if family.bos_token is None else tokens.get(family.bos_token, bos)
-    # Only the mask and an end of text are needed to decode; a missing one is told here and refused
-    # where it is used.
+    # Decoding needs only the mask and an end of text; a missing one is refused where it is used.
     pad = config.get("pad_token_id")
     ids = {
         "mask_id": _mask_id(config.get("mask_token_id"), tokens, overrides, family, source),

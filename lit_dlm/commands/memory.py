@@ -171,8 +171,7 @@ class _Model:
 
     def on_host(self) -> dict[str, int]:
         """Returns what rollouts keep to restore the weights after merging an adapter."""
-        # Sharded weights are gathered into copies, and packed ones are not merged: neither has to
-        # be restored.
+        # Sharded weights are gathered into copies, packed ones not merged: none is restored.
         if self.is_sharded or not self.adapters or self.num_packed:
             return {}
         merged = self.weight * sum(map(math.prod, self.adapted(self.adapters[0])))

@@ -76,8 +76,7 @@ class CLI(LightningCLI):
             rank_zero_only(logger.info)(planned)
         if self.subcommand in ("fit", "predict") and not options.trainer.fast_dev_run:
             # Other processes of the run share the folder, so the first one alone locks it. The
-            # claim is read under the lock: of two fits that begin together one must see the other's
-            # file.
+            # claim is read under the lock: of two fits that begin together one sees the other's.
             self.lock = rank_zero_only(_held.enter_context)(
                 locked(Path(options.run_dir), self.subcommand)
             )
@@ -256,8 +255,7 @@ def main(arguments: Sequence[str], composed: Composed) -> int:
 
 
 def _cli(kind: type[CLI], arguments: Sequence[str], composed: Composed) -> CLI:
-    # Lightning starts them as `sys.argv` says; a caller in Python, such as `profile`, has other
-    # words there.
+    # Lightning starts them as `sys.argv` says, where a caller in Python has other words.
     sys.argv = [sys.argv[0], *arguments]
     return kind(
         LightningModule,
@@ -295,6 +293,8 @@ def _message(error: Exception) -> str | None:
     if twice := re.match(r"Found more than one stateful callback of type `(\w+)`", line):
         differ = "two of ModelCheckpoint must differ in monitor, mode, every_n_epochs or the like"
         return f"trainer.callbacks: a checkpoint cannot tell two of {twice[1]} apart; {differ}"
+    if line.startswith("Early stopping conditioned"):
+        return f"trainer.callbacks: {line}"
     if line.startswith("DataLoader worker"):
         return f"{line.rstrip('. ')}; the same command goes on (fit with --ckpt_path last)"
     return None

@@ -174,11 +174,12 @@ def merge(old: Any, new: Any) -> Any:
     for key, value in new.items():
         if value is None and isinstance(merged.get(key), dict):
             del merged[key]
-        elif str(key).endswith("+"):
-            before = merged.get(key[:-1]) or []
-            if not (isinstance(before, list) and isinstance(value, list)):
-                _refuse("configuration", f"{key} appends {value!r} to {before!r}: no lists")
-            merged[key[:-1]] = [*before, *value]
+        elif str(key).endswith("+") and isinstance(value, list):
+            name = key[:-1] if key[:-1] in merged else key  # left for what this is merged over
+            before = merged.get(name) or []
+            if not isinstance(before, list):
+                _refuse("configuration", f"{key} appends {value!r} to {before!r}: no list")
+            merged[name] = [*before, *value]
         else:
             merged[key] = merge(merged.get(key), value)
     return merged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from lit_dlm.config.files import mapping, resolved, setting_differences
 from lit_dlm.system.files import write_atomically
 from lit_dlm.system.locks import state_file
 
+_REFERENCE = re.compile(r"\$\{((trainer\.default_root|run)_dir\}|oc\.env:)")
+_WITH_DEFAULT = re.compile(r"\$\{oc\.env:(\w+),[^{}]*\}")
 LAST = "last"
 """Stem of the checkpoint that a run resumes from; the one before it is kept."""
 _COMPARED = re.compile(
@@ -92,8 +95,14 @@ def _references(document: Any, values: Any, key: str = "") -> Iterator[tuple[Any
         for one in document if isinstance(document, dict) else range(len(document)):
             name = key if isinstance(document, list) else str(one)
             yield from _references(document[one], values[one], name)
-    elif isinstance(document, str) and re.search(r"\$\{(run_dir\}|oc\.env:)", document):
-        yield (key, values), document
+    elif isinstance(document, str) and _REFERENCE.search(document):
+        yield (key, values), _WITH_DEFAULT.sub(_with_value, document)
+
+
+def _with_value(found: re.Match[str]) -> str:
+    """Names the value that was read as the default; what has none may be a secret."""
+    value = os.environ.get(found[1])
+    return found[0] if value is None else f"${{oc.env:{found[1]},{json.dumps(value)}}}"
 
 
 def _put_back(value: Any, given: dict[Any, str], key: str = "") -> Any:

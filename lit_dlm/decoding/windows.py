@@ -84,8 +84,7 @@ class Window(Component):
 def masks_first(state: DecodeState, columns: Tensor) -> Tensor:
     """``(b, k)`` indices into ``(b, K)`` columns, masked ones first; ``k`` is the most in any row.
 
-    Only masked columns matter, half of a block on average. Their number is read from the device, so
-    this is for the CPU.
+    Only masked columns matter, half of a block on average. For the CPU: it reads their number.
     """
     masked = state.masked.gather(1, columns)
     # One column at least: a forward of none would be a case of its own everywhere.

@@ -1,7 +1,6 @@
 """Muon for matrices and AdamW for the rest, in one optimiser.
 
-One optimiser instead of two keeps automatic optimisation, one step counter and one checkpoint
-entry.
+One optimiser, not two, keeps automatic optimisation, one step counter and one checkpoint entry.
 """
 
 from __future__ import annotations

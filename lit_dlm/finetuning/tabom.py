@@ -245,8 +245,7 @@ def entropy_ranking(
         usable = usable & (steps < at + window)
 
     # Usable positions first, in the order of decoding: then a pair is any (i, j) with i < j. The
-    # table of pairs is as wide as the largest window and not as the response, which it is
-    # quadratic in.
+    # table of pairs, quadratic in its width, is as wide as the largest window.
     order = _decoding_order(steps, usable, decode_entropy if ties == "rank" else None)
     width = int(usable.sum(1).max()) if len(usable) else 0
     order = order[:, :width]  # (B, n)

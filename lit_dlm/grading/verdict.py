@@ -23,8 +23,7 @@ class Verdict:
 
     def __post_init__(self) -> None:
         one_of(*get_args(Status), of="Verdict.", status=self.status)
-        # What a candidate raised or returned may hold halves of surrogate pairs, which UTF-8 files
-        # cannot hold.
+        # What a candidate raised or returned may hold halves of surrogate pairs, unlike UTF-8.
         for name in ("answer", "detail"):
             text = getattr(self, name)
             if text is not None:

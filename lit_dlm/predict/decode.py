@@ -45,7 +45,12 @@ from lit_dlm.training.checkpoint import (
     use_own_files,
 )
 from lit_dlm.training.fit_loop import drop_half_update
-from lit_dlm.training.sharding import drop_frozen_decoders, shard_trained, whole_weights
+from lit_dlm.training.sharding import (
+    drop_frozen_decoders,
+    miss_no_frozen_decoders,
+    shard_trained,
+    whole_weights,
+)
 from lit_dlm.training.steps import require_finite_gradients, seed_batch
 from lit_dlm.trajectories.capture import CapturedDecode, FeatureCapture, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
@@ -346,6 +351,7 @@ class DecodeModule(CheckedModule):
         self.seed = seed
         # Checkpoints hold what is trained: a frozen decoder of 16 GB comes from its own files.
         self.register_state_dict_post_hook(drop_frozen_decoders)
+        self.register_load_state_dict_post_hook(miss_no_frozen_decoders)
         self.level: Level | None = level
         self._features: FeatureCapture | None = None  # with level ``features``
         self._whole = ExitStack()

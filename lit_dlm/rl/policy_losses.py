@@ -74,8 +74,7 @@ def k3(log_prob: Tensor, reference: Tensor, *, max_fall: float | None = 2.5) -> 
     if max_fall is None:
         return torch.expm1(-difference) + difference
     near = difference.clamp_min(-max_fall)
-    # The clamp's gradient is 0 beyond it; the line takes over there, so that a lost token is still
-    # pulled back.
+    # Beyond the clamp, whose gradient is 0, the line still pulls a lost token back.
     return torch.expm1(-near) + near + math.expm1(max_fall) * (near - difference)
 
 

@@ -98,8 +98,7 @@ class DecodingEngine:
     _: KW_ONLY
     method: str  # name of the decoder
     response_length: int  # positions of every response
-    # Responses decoded together, each replaced by the next one when it ends; results depend on this
-    # only by rounding.
+    # Responses decoded together, each replaced by the next one; results depend on it by rounding.
     batch_size: int
     overlong_margin: int = 0  # positions short of the budget at which a response counts as overlong
     occupancy: Occupancy = field(default_factory=Occupancy)  # of the batches of this process so far

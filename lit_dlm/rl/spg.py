@@ -64,8 +64,7 @@ def upper_bound(log_prob: Tensor, batch: RolloutBatch, *, beta: float) -> Tensor
     length = batch.responses.maskable.sum(1)[batch.tokens.response]
     share = batch.coefficient.to(log_prob.dtype).log() + length.log()[batch.token]
     scaled = beta * log_prob + share
-    # A sum of exponentials relative to the largest, or beta times a small log-probability would
-    # vanish in float32.
+    # Exponentials relative to the largest: beta times a small log-probability would vanish.
     top = scaled.new_full((len(tokens),), -torch.inf)
     top = top.scatter_reduce(0, token, scaled.detach(), "amax")
     summed = scaled.new_zeros(len(tokens)).index_add(0, token, (scaled - top[token]).exp())

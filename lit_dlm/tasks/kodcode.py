@@ -178,8 +178,7 @@ class _WithoutImports(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
         if node.module != _MODULE:
             return node
-        # The grader binds the names of the answer; only those that the tests call otherwise are
-        # left to assign.
+        # The grader binds the answer's names; only those that the tests call otherwise are left.
         renamed = [a for a in node.names if a.asname]
         if not renamed:
             return ast.Pass()

@@ -72,8 +72,7 @@ def uniform_noise(
 
 
 def _uniform(key: Tensor) -> Tensor:
-    # 53 bits, as many as a float64 holds; the half keeps 0 and 1 out, whose logarithms the Gumbel
-    # noise takes.
+    # 53 bits, as many as a float64 holds; the half keeps 0 and 1 out, for the logarithms.
     return _shift_right(key, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)
 
 

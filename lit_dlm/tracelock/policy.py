@@ -267,8 +267,7 @@ def scorer_to_train(
 def left_of_window_end(masked: Tensor, candidates: Tensor) -> Tensor:
     """``(b, L)`` bool: columns that the network may see, all up to the end of the window.
 
-    The window ends before the first masked column right of the last candidate, or with the canvas
-    if there is none.
+    The window ends before the first masked column right of the last candidate, or with the canvas.
     """
     # Found by its candidates, for a policy is not told the window. If the end-of-text gate has
     # removed some, the view ends earlier, here and in training alike.

@@ -80,8 +80,7 @@ class SupervisedExample:
 class SupervisedBatch(TensorBatch):
     """Prompts with responses of one length ``G``, on a canvas of ``L = start + G`` columns.
 
-    Made by :func:`collate`. What it says of a response depends on that response alone, never on the
-    rest of the batch.
+    Made by :func:`collate`. What it says of a response depends on that response alone.
     """
 
     ids: Tensor  # (B, L) int64: left padding, prompt, response filled with end of text

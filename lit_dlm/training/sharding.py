@@ -270,5 +270,11 @@ def drop_frozen_decoders(
             del state[key]
 
 
+def miss_no_frozen_decoders(module: nn.Module, keys: Any) -> None:
+    """Hook of loading, for callbacks that load strictly: only trained weights can be missing."""
+    trained = tuple(name for name, value in module.named_parameters() if value.requires_grad)
+    keys.missing_keys[:] = [key for key in keys.missing_keys if key.endswith(trained)]
+
+
 def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value

@@ -160,8 +160,7 @@ def batch_prompts(
 ) -> tuple[list[NDArray[np.int32]], list[tuple[str, ...]]]:
     """Numbers picture ids through a batch; returns its prompts and the digests of their pictures.
 
-    Prompts with the same pictures share their ids; :func:`batch_pictures` lists the pictures in the
-    order of these ids.
+    Prompts with the same pictures share ids; :func:`batch_pictures` lists them in this order.
     """
     # Many states of one response are in a batch: each picture goes through the tower once.
     starts: dict[tuple[str, ...], int] = {}

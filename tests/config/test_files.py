@@ -63,6 +63,12 @@ OWN = f"{__name__}.Mine"
         (of("A", x=1), {"init_args": {"y": 2}}, of("A", x=1, y=2)),
         ({"init_args": {"x": 1}}, of("A"), of("A", x=1)),
         ("A", {"init_args": {"x": 1}}, of("A", x=1)),
+        ({"a": [1]}, {"a+": [2]}, {"a": [1, 2]}),
+        (
+            {"a": {"gsm8k": 1}},
+            {"a": {"mbpp+": 2}},
+            {"a": {"gsm8k": 1, "mbpp+": 2}},
+        ),  # a task's name
         # Another class starts anew, also a subclass of ours, and one of the same name elsewhere.
         (of("A", x=1), of("B", y=2), of("B", y=2)),
         (of("CodeTask", x=1), of("DatasetTask"), of("DatasetTask")),
@@ -76,6 +82,17 @@ OWN = f"{__name__}.Mine"
 )
 def test_mappings_are_merged_and_another_class_starts_anew(old, new, merged):
     assert merge(old, new) == merged
+
+
+def test_what_is_appended_waits_for_the_list_that_it_belongs_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = "{class_path: RewardCurve, init_args: {folder: x}}"
+    Path("mine.yaml").write_text(
+        f"defaults: trainer/tensorboard\ntrainer: {{max_steps: 5, callbacks+: [{own}]}}\n"
+    )
+    found = compose(["--config", "exp/sft_gt_tiny", "--config", "mine.yaml"], "base").document
+    names = [one["class_path"].rpartition(".")[2] for one in found["trainer"]["callbacks"]]
+    assert names == ["ModelCheckpoint", "DeviceStatsMonitor", "RewardCurve"]
 
 
 def test_packaged_files_are_found_from_any_folder_behind_own_ones(tmp_path, monkeypatch):

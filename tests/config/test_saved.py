@@ -138,24 +138,35 @@ def test_what_is_saved_runs_in_another_folder(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DATA", "/data")
     composed = {
         "run_dir": "tiny",
-        "trainer": {"default_root_dir": "${run_dir}", "every": "${model.number}"},
+        "trainer": {
+            "default_root_dir": "${run_dir}/x",
+            "every": "${model.number}",
+            "save_dir": "${trainer.default_root_dir}",
+        },
         "model": {"number": "3", "decoders": {"x": {"path": "${run_dir}/p"}}},
         "data": {"tasks": [{"file": "${oc.env:DATA}/a.jsonl"}], "path": "tiny"},
+        "more": "${oc.env:DATA,here}/b.jsonl",
     }
     parsed = {
         "run_dir": "tiny",
-        "trainer": {"default_root_dir": "tiny", "every": 3},
+        "trainer": {"default_root_dir": "tiny/x", "every": 3, "save_dir": "tiny/x"},
         "model": {"number": 3, "decoders": {"x": {"init_args": {"path": "tiny/p"}}}},
         "data": {"tasks": [{"class_path": "A", "file": "/data/a.jsonl"}], "path": "tiny"},
+        "more": "/data/b.jsonl",
     }
     assert with_references(parsed, composed) == {
         "run_dir": "tiny",
-        "trainer": {"default_root_dir": "${run_dir}", "every": 3},
+        "trainer": {
+            "default_root_dir": "${run_dir}/x",
+            "every": 3,
+            "save_dir": "${trainer.default_root_dir}",
+        },
         "model": {"number": 3, "decoders": {"x": {"init_args": {"path": "${run_dir}/p"}}}},
         "data": {
             "tasks": [{"class_path": "A", "file": "${oc.env:DATA}/a.jsonl"}],
             "path": "tiny",
         },
+        "more": '${oc.env:DATA,"/data"}/b.jsonl',  # and the value that was read
     }
 
 

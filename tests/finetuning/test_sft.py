@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import ConstantLR
 
@@ -142,6 +143,23 @@ def test_a_script_goes_on_from_a_whole_checkpoint_only(tmp_path: Path) -> None:
     path.write_bytes(content.replace(weight, bytes(len(weight))))
     with pytest.raises(ValueError, match="checkpoint is damaged"):
         run(sft(), data, tmp_path, steps=2, resume=path)
+
+
+def test_averaged_weights_are_resumed_without_those_that_are_frozen(tmp_path: Path) -> None:
+    averages = []
+    for folder, steps, resume in (("whole", 3, None), ("part", 1, None), ("part", 3, "run.ckpt")):
+        model, average = sft(), EMAWeightAveraging(decay=0.5)
+        run(
+            model,
+            Data(examples(), batch_size=4),
+            tmp_path / folder,
+            steps=steps,
+            resume=resume and tmp_path / folder / resume,
+            callbacks=(average,),
+        )
+        averages.append(trained(model))
+    for name, value in averages[0].items():
+        torch.testing.assert_close(averages[2][name], value, rtol=0, atol=0)
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:

@@ -42,8 +42,7 @@ class ExtractedCode:
 def fenced_blocks(text: str) -> list[str]:
     """The contents of all fenced Python blocks, in order; an unclosed last one runs to the end.
 
-    A block ends at the first fence where it parses, since a docstring may hold fences, else at the
-    first fence.
+    A block ends at the first fence where it parses (a docstring may hold some), else at the first.
     """
     blocks, position = [], 0
     while opening := _FENCE.search(text, position):

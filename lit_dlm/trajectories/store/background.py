@@ -1,7 +1,6 @@
 """Writes records in a thread: encoding and hashing release the GIL.
 
-A decode loop waits neither for zstd nor for the disk, only for room in the queue, which is bounded
-in bytes.
+A decode loop waits neither for zstd nor for the disk, only for room in a queue of bounded bytes.
 """
 
 from __future__ import annotations

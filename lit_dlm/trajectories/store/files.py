@@ -263,8 +263,7 @@ def uid_order(uids: Sequence[str]) -> list[int]:
     ``/{rollout}`` behind it), within groups of one ``{task}/{split}`` and method; groups are in the
     order of their first records, as in the run.
     """
-    # Which process decodes a prompt, and when, depends on their number and speed; what is trained
-    # on must not.
+    # Which process decodes a prompt, and when, may differ; what is trained on must not.
     groups: dict[tuple[str, str], list[tuple[str, str, int]]] = {}
     for number, uid in enumerate(uids):
         prompt = uid.rpartition("@")[0] or uid
