@@ -177,7 +177,8 @@ MISTAKES = [
      "ckpt_path: expected last*.ckpt in {here}/new/checkpoints; run 'lit-dlm fit' with the same"),
     (f"{SFT} --trainer.callbacks+=ModelCheckpoint",
      "trainer.callbacks: a checkpoint cannot tell two of ModelCheckpoint apart; two of ModelCheck"),
-    (f"{SFT} --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/lss",
+    (f"{OWN_DATA} answers.jsonl --data.val_fraction 0 --trainer.max_steps 1 "
+     "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/lss",
      "trainer.callbacks: Early stopping conditioned on metric `val/lss` which is not available"),
     (f"{SFT} --run_dir foreign", "run_dir: foreign holds a fit of other settings (data: None, "),
     (f"{SFT} --run_dir torn", "torn/fit.yaml: while parsing a flow node"),
