@@ -124,7 +124,7 @@ def decode_queue(
         now = time.perf_counter()
         batch.add_seconds(now - clock)
         clock = now
-    if batch.ended or is_stopped:
+    if batch.ended:
         result = batch.result()
         for observer in observers:
             observer.on_end(result)
