@@ -84,6 +84,11 @@ def test_mappings_are_merged_and_another_class_starts_anew(old, new, merged):
     assert merge(old, new) == merged
 
 
+def test_only_lists_are_appended_to() -> None:
+    with pytest.raises(ValueError, match=r"^configuration: a\+ appends \[1\] to 5: no list"):
+        merge({"a": 5}, {"a+": [1]})
+
+
 def test_what_is_appended_waits_for_the_list_that_it_belongs_to(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = "{class_path: RewardCurve, init_args: {folder: x}}"

@@ -44,7 +44,11 @@ def ready(
     module = TrajectoryDataModule(shards, **{**values, **options})  # type: ignore[arg-type]
     module.setup("fit")
     module.trainer = SimpleNamespace(  # type: ignore[assignment]
-        global_rank=rank, world_size=world_size, global_step=0, accumulate_grad_batches=accumulate
+        global_rank=rank,
+        world_size=world_size,
+        global_step=0,
+        accumulate_grad_batches=accumulate,
+        callbacks=[],
     )
     return module
 
