@@ -104,7 +104,7 @@ def generate(
     order: list[int] = []
     # Prompts of similar lengths together: a batch is as wide as its longest one.
     buckets = length_buckets([len(prompt.ids) for prompt in encoded], batch_size=batch_size)
-    for rows in _tracked(buckets) if progress else buckets:
+    for rows in _tracked(buckets, progress=progress):
         with evaluating(backbone):
             stream = decode_stream(
                 backbone,
@@ -128,10 +128,10 @@ def generate(
     return _in_order(done, order)
 
 
-def _tracked(buckets: list[list[int]]) -> Iterable[list[int]]:
+def _tracked(buckets: list[list[int]], *, progress: bool) -> Iterable[list[int]]:
     """Yields buckets; of many prompts, a terminal or a notebook shows how far it is."""
     console, count = get_console(), sum(map(len, buckets))
-    is_seen = count > 10 and (console.is_terminal or console.is_jupyter)
+    is_seen = progress and count > 10 and (console.is_terminal or console.is_jupyter)
     title = f"{count} prompts"
     return track(buckets, title, console=console, transient=True, disable=not is_seen)
 
