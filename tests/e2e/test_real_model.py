@@ -80,7 +80,6 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = facts["costs"]["widened adapt/block"]["cells"]
     assert 4 * 8 * 4 * 48 < cells < 4 * 8 * (160 + 4 * 48 + 3 * 15)
 
-    assert (out / "real_policies_dark.png").stat().st_size > 10_000
     before = (out / "costs.jsonl").read_bytes()
     experiment(monkeypatch, *arguments)
     assert (out / "costs.jsonl").read_bytes() == before  # nothing is made again
