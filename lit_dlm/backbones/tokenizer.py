@@ -45,8 +45,7 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
         with fitting(whole):
             steps = read_json_object(whole)
             # A stranger's tokenizer may turn a word into gigabytes. Steps follow each other, so
-            # their growth multiplies; text passes the first two on the way in and the last on the
-            # way out.
+            # their growth multiplies: two on the way in, the decoder out, the last frames ids.
             for names in (("normalizer", "pre_tokenizer"), ("decoder",), ("post_processor",)):
                 if (growth := math.prod(_growth(steps.get(name)) for name in names)) > _MOST_GROWTH:
                     wanted = f"texts that become at most {_MOST_GROWTH} times as long"
@@ -81,8 +80,8 @@ def _growth(step: Any) -> float:
             texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
             return max(map(len, texts)) / 3  # of one character, mostly of three bytes
         case {"type": "TemplateProcessing", "single": one, "pair": two, "special_tokens": ids}:
-            names = [piece["SpecialToken"]["id"] for piece in one + two if "SpecialToken" in piece]
-            return float(sum(len(ids[name]["ids"]) for name in names))
+            special = [piece.get("SpecialToken") for piece in one + two]  # others repeat the text
+            return float(sum(len(ids[piece["id"]]["ids"]) if piece else 1 for piece in special))
         case {"type": str(kind)}:
             return _GROWTH.get(kind, 1.0)
     return 1.0

@@ -181,6 +181,8 @@ def merge(old: Any, new: Any) -> Any:
                 _refuse("configuration", f"{key} appends {value!r} to {before!r}: no list")
             merged[name] = [*before, *value]
         else:
+            if isinstance(value, list):  # whole, so nothing waits for it any more
+                merged.pop(f"{key}+", None)
             merged[key] = merge(merged.get(key), value)
     return merged
 

@@ -101,8 +101,9 @@ def _references(document: Any, values: Any, key: str = "") -> Iterator[tuple[Any
 
 def _with_value(found: re.Match[str]) -> str:
     """Names the value that was read as the default; what has none may be a secret."""
-    value = os.environ.get(found[1])
-    return found[0] if value is None else f"${{oc.env:{found[1]},{json.dumps(value)}}}"
+    if (value := os.environ.get(found[1])) is None:
+        return found[0]
+    return f"${{oc.env:{found[1]},{json.dumps(value, ensure_ascii=False)}}}"
 
 
 def _put_back(value: Any, given: dict[Any, str], key: str = "") -> Any:

@@ -22,7 +22,7 @@ class PairedComparison:
     method_a: str
     method_b: str
     n: int
-    left_out_a: int  # samples that B lacks, or that were not graded
+    left_out_a: int  # samples of A that B lacks, or that either side has not graded
     left_out_b: int
     differing: int  # samples whose problem or template is another one in B
     accuracy_a: float

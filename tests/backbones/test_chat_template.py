@@ -174,10 +174,11 @@ def test_a_tokenizer_is_the_file_that_was_looked_at_and_frames_a_text_with_few_t
     piece = {"SpecialToken": {"id": "X", "type_id": 0}}
     described["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [piece] * 30,
         "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
         "special_tokens": {"X": {"id": "X", "ids": [5] * 30, "tokens": ["X"] * 30}},
     }
-    path.write_text(json.dumps(described))
-    with pytest.raises(ValueError, match=r"at most 512 .*, got 900 \(post_processor\)"):
-        load_tokenizer(str(tmp_path))
+    for single, growth in (([piece] * 30, 902), (described["post_processor"]["pair"] * 300, 602)):
+        described["post_processor"]["single"] = single
+        path.write_text(json.dumps(described))
+        with pytest.raises(ValueError, match=rf"at most 512 .*, got {growth} \(post_processor\)"):
+            load_tokenizer(str(tmp_path))

@@ -135,7 +135,7 @@ def test_a_moved_folder_goes_on(saved: Path):
 
 def test_what_is_saved_runs_in_another_folder(monkeypatch: pytest.MonkeyPatch):
     """Texts like the folder's name that are no references stay, as do references to settings."""
-    monkeypatch.setenv("DATA", "/data")
+    monkeypatch.setenv("DATA", "/é")
     composed = {
         "run_dir": "tiny",
         "trainer": {
@@ -151,8 +151,8 @@ def test_what_is_saved_runs_in_another_folder(monkeypatch: pytest.MonkeyPatch):
         "run_dir": "tiny",
         "trainer": {"default_root_dir": "tiny/x", "every": 3, "save_dir": "tiny/x"},
         "model": {"number": 3, "decoders": {"x": {"init_args": {"path": "tiny/p"}}}},
-        "data": {"tasks": [{"class_path": "A", "file": "/data/a.jsonl"}], "path": "tiny"},
-        "more": "/data/b.jsonl",
+        "data": {"tasks": [{"class_path": "A", "file": "/é/a.jsonl"}], "path": "tiny"},
+        "more": "/é/b.jsonl",
     }
     assert with_references(parsed, composed) == {
         "run_dir": "tiny",
@@ -166,7 +166,7 @@ def test_what_is_saved_runs_in_another_folder(monkeypatch: pytest.MonkeyPatch):
             "tasks": [{"class_path": "A", "file": "${oc.env:DATA}/a.jsonl"}],
             "path": "tiny",
         },
-        "more": '${oc.env:DATA,"/data"}/b.jsonl',  # and the value that was read
+        "more": '${oc.env:DATA,"/é"}/b.jsonl',  # and the value that was read
     }
 
 
