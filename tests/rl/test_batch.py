@@ -169,10 +169,27 @@ def test_weights_of_every_normalisation() -> None:
     torch.testing.assert_close(samples.tokens.weight[:4], torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]))
 
 
-def test_states_of_one_copy_are_laid_out_so() -> None:
-    """Behind a block with masks nothing clean of it may be seen."""
-    samples = builder(RisingMasking(), block=True).samples([trace([0, 1, 2, 3, 4, 5])])
-    assert samples.states.one_copy
+def test_states_of_one_copy_are_scored_on_one_canvas() -> None:
+    """A block sees the masks of those before it, as they are in the pipeline that decodes it."""
+    backbone = policy(attention="block", block_size=3).eval()
+    rl = module(backbone, masking=RisingMasking())
+    records = decoded(backbone)
+    samples = rl.rows.samples(records)
+    with torch.no_grad():
+        found = rl.score(samples.select(every(samples))).log_prob
+    states, tokens = samples.states, samples.tokens
+    expected = torch.full_like(found, torch.nan)
+    for number, (row, hidden) in enumerate(zip(states.response, states.hidden, strict=True)):
+        record = records[row]
+        answer = torch.from_numpy(record.tokens).long().masked_fill(hidden, MASK)
+        ids = torch.cat([torch.from_numpy(record.prompt_ids).long(), answer])[None]
+        with torch.no_grad():
+            logits = backbone.denoise(ids, response_start=record.num_prompt).logits[0]
+        own = tokens.sample == number
+        cells = tokens.position[own]
+        log_probs = logits[record.num_prompt + cells].log_softmax(-1)
+        expected[own] = log_probs[torch.arange(len(cells)), record.tokens[cells]]
+    torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=1e-10)
 
 
 def test_a_row_cap_weighs_what_is_left() -> None:
