@@ -214,7 +214,7 @@ def test_numbers_of_the_list_of_results_are_on_their_pages():
             4,
         ),
         ("docs/how-to/benchmark.md", r"\n- TraceLock at.*", r"\b0\.\d{3}\b", "how-to/benchmark", 1),
-        ("README.md", r"\n- \*\*On SmolLM2.*?\n- ", r"\d+\.\d\b", "results/real_model/index", 10),
+        ("README.md", r"\n- \*\*On SmolLM2.*?\n- ", r"\d+\.\d\b", "results/real_model/index", 9),
         ("README.md", r"traces: \d+ to \d+ h", r"\d+", "how-to/tracelock", 2),
         ("README.md", r"\n- \*\*A commit.*?SmolLM2", r"\d+\.\d\b", "results/policies/index", 16),
     ],
