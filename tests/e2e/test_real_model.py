@@ -146,6 +146,9 @@ def learn_policies(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {one["batch"] for one in clock} == {1, 16, 64}
     assert {one["method"].partition("_")[0] for one in clock} >= {"tracelock", "outcome"}
     assert all(one["milliseconds"] > 0 for one in clock)
+    learn("--model", "further")
+    decoded = pq.read_table(out / "real_policies_further.parquet").to_pandas()
+    assert set(decoded.arm) == set(frame.arm)
 
 
 def follow_next_tokens(folder: Path) -> None:
