@@ -336,7 +336,8 @@ def report(path: Path) -> str:
     texts = [contests_table(found), cells_table(found)]
     clocked = path.with_suffix(".json")
     if clocked.exists():
-        texts.append(clock_table(json.loads(clocked.read_text())["clock"]))
+        times = json.loads(clocked.read_text())["clock"]
+        texts += [clock_table(times), ratios_table(times, found["test"])]
     return "\n".join(texts)
 
 
@@ -440,6 +441,27 @@ def clock_table(times: list[dict[str, Any]]) -> str:
             taken = np.median([one["milliseconds"] for one in here])
             share = np.median([one["share"] for one in here])
             line.append(f"{taken:.0f} ms, {100 * share:.1f} %")
+        lines.append(line)
+    return table(lines)
+
+
+def ratios_table(times: list[dict[str, Any]], test: Decodes) -> str:
+    """Returns a policy's time over that of rules that are as accurate, but for a point.
+
+    Medians and extremes over rounds of the ratio of both times in a round.
+    """
+    taken = {(one["method"], one["batch"], one["round"]): one["milliseconds"] for one in times}
+    methods, batches, rounds = (sorted({key[place] for key in taken}) for place in range(3))
+    right = {shown(cell): correct[0].mean() for cell, correct in test.correct.items()}  # as timed
+    rules = [shown(cell) for cell in test.correct if cell[0] in GRID]
+    lines: list[Sequence[str]] = [["policy", "rule", *(f"batch {size}" for size in batches)]]
+    for own, rule in itertools.product([one for one in methods if one not in rules], rules):
+        if right[rule] < right[own] - NEAR:
+            continue
+        line = [own, rule]
+        for size in batches:
+            each = [taken[own, size, number] / taken[rule, size, number] for number in rounds]
+            line.append(f"{np.median(each):.2f} ({min(each):.2f} to {max(each):.2f})")
         lines.append(line)
     return table(lines)
 
